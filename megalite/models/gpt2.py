@@ -1,0 +1,31 @@
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, GELU, biases, dropout; usually with tied embeddings."""
+
+from __future__ import annotations
+
+from megalite.models.transformer import Transformer, TransformerLayer
+from megalite.nn.attention import ParallelAttention
+from megalite.nn.mlp import GeluMLP
+from megalite.nn.norm import LayerNorm
+
+
+class GPT2Attention(ParallelAttention):
+    """Attention with biases."""
+
+    bias = True
+
+
+class GPT2Layer(TransformerLayer):
+    """Pre-norm layer with LayerNorm, biases and GELU."""
+
+    norm_cls = LayerNorm
+    attention_cls = GPT2Attention
+    mlp_cls = GeluMLP
+
+
+class GPT2(Transformer):
+    """GPT-2 at any size."""
+
+    layer_cls = GPT2Layer
+    norm_cls = LayerNorm
+    learned_positions = True
+    rotary_positions = False

@@ -1,0 +1,219 @@
+"""The transformer, one pipeline stage at a time: the base of every architecture.
+
+A new architecture is a small file that subclasses `TransformerLayer` and `Transformer` and sets class attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalite.batch import MicroBatch
+from megalite.kernels.config import KernelConfig
+from megalite.kernels.dropout import bias_dropout_add, dropout, dropout_key
+from megalite.kernels.rope import rope_tables
+from megalite.mpu import ParallelState
+from megalite.nn.attention import ParallelAttention
+from megalite.nn.config import ModelConfig
+from megalite.nn.context import EMBEDDING_SITE, Context, Site, layer_site
+from megalite.nn.mlp import ParallelMLP
+from megalite.nn.norm import RMSNorm
+from megalite.nn.position import PositionEmbedding
+from megalite.parallel.collectives import enter_parallel, gather_from, sequence_part
+from megalite.parallel.cross_entropy import linear_cross_entropy
+from megalite.parallel.data import Unit
+from megalite.parallel.shard import Shard, set_shard, shard_of
+from megalite.parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding, share_queue
+from megalite.parallel.wgrad import WeightGradQueue
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which part of the model a stage is: stage `index` of `num_stages` holds global `layers`."""
+
+    index: int
+    num_stages: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage embeds tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage computes the loss."""
+        return self.index == self.num_stages - 1
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)); x [s, b, h] ([s / tp, b, h] if cut)."""
+
+    norm_cls: type[nn.Module] = RMSNorm
+    attention_cls: type[nn.Module] = ParallelAttention
+    mlp_cls: type[nn.Module] = ParallelMLP
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, index: int, kernels: KernelConfig):
+        super().__init__()
+        self.index, self.hidden_dropout = index, config.hidden_dropout
+        self.attention_norm = self.norm_cls(config, mpu)
+        self.attention = self.attention_cls(config, mpu, index, kernels)
+        self.mlp_norm = self.norm_cls(config, mpu)
+        self.mlp = self.mlp_cls(config, mpu)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Same shape out as in."""
+        y, bias = self.attention(self.attention_norm(x), context)
+        x = self._add(y, bias, x, context, Site.ATTENTION_OUTPUT)
+        y, bias = self.mlp(self.mlp_norm(x), context)
+        return self._add(y, bias, x, context, Site.MLP_OUTPUT)
+
+    def _add(self, y: Tensor, bias: Tensor | None, residual: Tensor, context: Context, site: Site) -> Tensor:
+        """residual + dropout(y + bias)."""
+        p = self.hidden_dropout if context.training else 0.0
+        key = dropout_key(context.seed, context.batch.step, layer_site(self.index, site)) if p else None
+        return bias_dropout_add(y, bias, residual, p, key, context.token_index)
+
+
+class Transformer(nn.Module):
+    """The layers of one pipeline stage, with the embedding on the first and the head and loss on the last.
+
+    Satisfies the pipeline's stage protocol. Class attributes choose the architecture: `layer_cls`, `norm_cls`, and
+    whether positions are learned or rotary.
+    """
+
+    layer_cls: type[TransformerLayer] = TransformerLayer
+    norm_cls: type[nn.Module] = RMSNorm
+    learned_positions = False
+    rotary_positions = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mpu: ParallelState,
+        stage: StageSpec | None = None,
+        *,
+        kernels: KernelConfig | None = None,
+        recompute: str = "none",
+        seed: int = 0,
+    ):
+        super().__init__()
+        stage = stage if stage is not None else StageSpec(0, 1, range(config.num_layers))
+        kernels = kernels if kernels is not None else KernelConfig()
+        self.config, self.mpu, self.stage, self.recompute, self.seed = config, mpu, stage, recompute, seed
+        self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
+        self.queue = WeightGradQueue()
+        self.embedding = self._embedding() if stage.is_first else None
+        self.positions = None
+        if stage.is_first and self.learned_positions:
+            self.positions = PositionEmbedding(config, mpu)
+        # Keys are global layer numbers, so that parameter names do not depend on the layout.
+        self.layers = nn.ModuleDict({str(i): self.layer_cls(config, mpu, i, kernels) for i in stage.layers})
+        self.final_norm = self.norm_cls(config, mpu) if stage.is_last else None
+        self.head = self._head() if stage.is_last else None
+        share_queue(self, self.queue)
+
+    def _embedding(self) -> VocabParallelEmbedding:
+        config = self.config
+        return VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, axis=self.mpu.tp,
+            sequence_parallel=self.sequence_parallel, init_std=config.init_std,
+        )  # fmt: skip
+
+    def _head(self) -> ColumnParallelLinear:
+        config = self.config
+        head = ColumnParallelLinear(
+            config.hidden_size, config.vocab_size, axis=self.mpu.tp, bias=False, init_std=config.init_std
+        )
+        if config.tie_embeddings and self.embedding is not None:
+            head.weight = self.embedding.weight
+        elif config.tie_embeddings:
+            shard = shard_of(head.weight)
+            set_shard(head.weight, Shard(shard.name, shard.shape, shard.cuts, tied_to="embedding.weight"))
+        return head
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the activations between stages."""
+        return next(self.parameters()).dtype
+
+    def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """The shape of the activations between stages, [s (/ tp), b, h]."""
+        rows = batch.seq_len // self.mpu.tp.size if self.sequence_parallel else batch.seq_len
+        return rows, batch.size, self.config.hidden_size
+
+    def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Hidden states in (None on the first stage), hidden states out; the last stage returns the summed loss."""
+        context = self._context(batch)
+        x = self._embed(context) if x is None else x
+        for layer in self.layers.values():
+            if self.recompute == "full" and torch.is_grad_enabled():
+                x = checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, context)
+            assert x is not None
+        return self._loss(x, batch) if self.stage.is_last else x
+
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[s, b, vocab] of a model that is one stage, for sampling and evaluation."""
+        assert self.stage.num_stages == 1 and self.head is not None, "logits need the whole model in one stage"
+        context = self._context(batch)
+        x = self._embed(context)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        return gather_from(self.head(self._enter_head(x)), self.mpu.tp, -1, self.config.vocab_size)
+
+    def _context(self, batch: MicroBatch) -> Context:
+        rope = None
+        if self.rotary_positions:
+            rope = rope_tables(batch.positions, self.config.head_size, self.config.rope_theta, self.hidden_dtype)
+        index = sequence_part(batch.token_index, self.mpu.tp, self.sequence_parallel)
+        return Context(batch=batch, token_index=index, rope=rope, seed=self.seed, training=self.training)
+
+    def _embed(self, context: Context) -> Tensor:
+        assert self.embedding is not None, f"stage {self.stage.index} needs hidden states"
+        x = self.embedding(context.batch.tokens)
+        if self.positions is not None:
+            x = x + self.positions(context.batch.positions)
+        if self.config.hidden_dropout > 0.0 and self.training and self.learned_positions:
+            key = dropout_key(self.seed, context.batch.step, EMBEDDING_SITE)
+            x = dropout(x, self.config.hidden_dropout, key, context.token_index)
+        return x
+
+    def _enter_head(self, x: Tensor) -> Tensor:
+        assert self.final_norm is not None, f"stage {self.stage.index} has no head"
+        return enter_parallel(self.final_norm(x), self.mpu.tp, self.sequence_parallel)
+
+    def _loss(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        assert self.head is not None
+        config = self.config
+        return linear_cross_entropy(
+            self._enter_head(x), self.head.weight, batch.labels, batch.loss_mask, axis=self.mpu.tp,
+            vocab_size=config.vocab_size, queue=self.queue,
+            label_smoothing=config.label_smoothing, z_loss=config.z_loss,
+        )  # fmt: skip
+
+    def units(self) -> list[Unit]:
+        """What is reduced and, later, sharded together: embedding, each layer, head; a tied weight alone."""
+        tied = [p for p in self._shared_weights() if self.config.tie_embeddings]
+        first = [module for module in (self.embedding, self.positions) if module is not None]
+        last = [module for module in (self.final_norm, self.head) if module is not None]
+        groups: list[tuple[str, Sequence[nn.Module]]] = [("embedding", first)]
+        groups += [(f"layers.{name}", [layer]) for name, layer in self.layers.items()]
+        groups += [("head", last)]
+        units, taken = [], set(tied)
+        for name, modules in groups:
+            parameters = [p for module in modules for p in module.parameters() if p not in taken]
+            taken.update(parameters)
+            if parameters:
+                units.append(Unit(name, parameters))
+        return [Unit("tied", tied), *units] if tied else units
+
+    def _shared_weights(self) -> list[nn.Parameter]:
+        if self.embedding is not None:
+            return [self.embedding.weight]
+        return [self.head.weight] if self.head is not None else []

@@ -1,0 +1,546 @@
+"""The model-parallel unit: which rank plays which part, and the communication groups that follow.
+
+Everything is derived from one rank grid. `RankGrid` is pure arithmetic; `ParallelState.build` turns the rows
+of the grid that this rank belongs to into `Axis` objects, and is the only place that makes process groups.
+Collectives are methods of `Axis`, so that each one can be counted (`Axis.stats`) and named when it hangs.
+
+The grid and the two factorings (dense and expert) follow Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the work is cut. The data-parallel size is what remains of the world."""
+
+    tp: int = 1
+    """Tensor-parallel size: heads, feed-forward width and vocabulary are cut."""
+    pp: int = 1
+    """Pipeline-parallel size: the layers are cut into stages."""
+    cp: int = 1
+    """Context-parallel size: the sequence is cut."""
+    ep: int = 1
+    """Expert-parallel size: the experts are distributed."""
+    etp: int = 1
+    """Tensor-parallel size inside an expert."""
+    vpp: int = 1
+    """Virtual pipeline stages (model chunks) on each pipeline rank."""
+    sequence_parallel: bool = False
+    """Cut the sequence over the tensor-parallel ranks between the parallel layers."""
+    schedule: str = "1f1b"
+    """Pipeline schedule: 1f1b or gpipe."""
+    zero: int = 0
+    """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
+    cp_mode: str = "ring"
+    """How attention crosses the sequence cut."""
+    order: str = "tp-cp-ep-dp-pp"
+    """Order of the axes in the rank numbering, the fastest first; the axis with the most traffic belongs first."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; by default stages are balanced by their matmul cost."""
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""
+        return self.grid(world_size).sizes["dp"]
+
+    def grid(self, world_size: int) -> RankGrid:
+        """The rank grid of this layout over `world_size` ranks."""
+        return RankGrid.for_world(world_size, self)
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The numbering of ranks: a pure function of the axis sizes and their order.
+
+    `sizes` holds every axis of both factorings; ranks are numbered with the first axis of the order fastest.
+    The expert factoring (etp, ep, edp, pp) numbers the same ranks a second time; both share the pipeline axis.
+    """
+
+    sizes: dict[str, int]
+    order: tuple[str, ...]
+
+    @staticmethod
+    def for_world(world_size: int, config: ParallelConfig) -> RankGrid:
+        """The grid of `config` over `world_size` ranks; raises ValueError listing everything that does not fit."""
+        problems = RankGrid.problems(world_size, config)
+        if problems:
+            raise ValueError("\n".join(problems))
+        stage_ranks = world_size // config.pp
+        sizes = {
+            "tp": config.tp, "cp": config.cp, "pp": config.pp, "dp": stage_ranks // (config.tp * config.cp),
+            "ep": config.ep, "etp": config.etp, "edp": stage_ranks // (config.ep * config.etp),
+        }  # fmt: skip
+        return RankGrid(sizes, tuple(config.order.split("-")))
+
+    @staticmethod
+    def problems(world_size: int, config: ParallelConfig) -> list[str]:
+        """Why `config` cannot be laid over `world_size` ranks (empty when it can)."""
+        found = [
+            f"parallel.{name}={getattr(config, name)} must be at least 1"
+            for name in ("tp", "pp", "cp", "ep", "etp", "vpp")
+            if getattr(config, name) < 1
+        ]
+        if sorted(config.order.split("-")) != sorted(ORDER_NAMES):
+            found.append(f"parallel.order={config.order!r} must name each of {'-'.join(ORDER_NAMES)} once")
+        if found:
+            return found
+        model = config.tp * config.cp * config.pp
+        if world_size % model:
+            found.append(
+                f"world size {world_size} is not divisible by tp * cp * pp = {config.tp} * {config.cp} * {config.pp}"
+                f" = {model}; their product can be {_divisors(world_size)}"
+            )
+            return found
+        stage_ranks = world_size // config.pp
+        if stage_ranks % (config.ep * config.etp):
+            found.append(
+                f"ep * etp = {config.ep} * {config.etp} does not divide the {stage_ranks} ranks of a pipeline stage"
+                f" (tp * cp * dp); their product can be {_divisors(stage_ranks)}"
+            )
+        order = config.order.split("-")
+        if config.pp > 1 and config.ep * config.etp > 1 and order[-1] != "pp":
+            # With pp inside, the two factorings would number pipeline groups differently.
+            found.append(f"parallel.order={config.order!r} must end in pp when experts are distributed")
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.sizes["tp"] * self.sizes["cp"] * self.sizes["dp"] * self.sizes["pp"]
+
+    def _numbering(self, expert: bool) -> list[tuple[str, int]]:
+        """(axis, stride) pairs of one factoring, the fastest axis first."""
+        rename = {"tp": "etp", "dp": "edp"} if expert else {}
+        skip = "cp" if expert else "ep"
+        strides, stride = [], 1
+        for name in self.order:
+            if name == skip:
+                continue
+            axis = rename.get(name, name)
+            strides.append((axis, stride))
+            stride *= self.sizes[axis]
+        return strides
+
+    def coordinates(self, rank: int, *, expert: bool = False) -> dict[str, int]:
+        """Where `rank` stands on each axis of the dense (or the expert) factoring."""
+        return {axis: rank // stride % self.sizes[axis] for axis, stride in self._numbering(expert)}
+
+    def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that agree with `rank` on every axis but `axes`, in ascending order."""
+        expert = any(axis in ("ep", "etp", "edp") for axis in axes)
+        ranks = [rank]
+        for axis, stride in self._numbering(expert):
+            if axis in axes:
+                mine = rank // stride % self.sizes[axis]
+                ranks = [r + (i - mine) * stride for r in ranks for i in range(self.sizes[axis])]
+        return tuple(sorted(ranks))
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """All groups along `axes`: a partition of the world."""
+        seen: dict[int, tuple[int, ...]] = {}
+        for rank in range(self.world_size):
+            if rank not in seen:
+                seen.update(dict.fromkeys(members := self.members(rank, axes), members))
+        return list(dict.fromkeys(seen.values()))
+
+    def embedding_members(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the first and the last pipeline stage on `rank`'s pipeline, or just `rank` between them."""
+        pipeline = self.members(rank, ("pp",))
+        ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
+        return ends if rank in ends else (rank,)
+
+
+@dataclass
+class CallStats:
+    """What one call site has sent over one axis."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class AxisStats:
+    """Payload bytes sent per rank by the bandwidth-optimal algorithm, by call site; size-1 axes count nothing."""
+
+    by_site: dict[str, CallStats] = field(default_factory=dict)
+
+    def add(self, site: str, bytes_sent: int) -> None:
+        """Counts one call."""
+        entry = self.by_site.setdefault(site, CallStats())
+        entry.calls += 1
+        entry.bytes_sent += bytes_sent
+
+    @property
+    def calls(self) -> int:
+        """Calls over all sites."""
+        return sum(entry.calls for entry in self.by_site.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes over all sites."""
+        return sum(entry.bytes_sent for entry in self.by_site.values())
+
+    def reset(self) -> None:
+        """Forgets everything counted so far."""
+        self.by_site.clear()
+
+
+@dataclass
+class LastCall:
+    """The collective that this rank entered last: what the watchdog reports when a rank hangs."""
+
+    axis: str = "none"
+    operation: str = "none"
+    site: str = "none"
+    entered: float = 0.0
+    finished: bool = True
+
+    def enter(self, axis: str, operation: str, site: str) -> None:
+        """Notes that this rank enters a collective, or begins to wait for one that it started before."""
+        self.axis, self.operation, self.site = axis, operation, site
+        self.entered, self.finished = time.monotonic(), False
+
+    def __str__(self) -> str:
+        state = "finished" if self.finished else f"waiting for {time.monotonic() - self.entered:.0f} s"
+        return f"{self.operation} on axis {self.axis} from {self.site} ({state})"
+
+
+class Pending:
+    """A collective under way; `wait` returns its result."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None, call: LastCall | None = None):
+        self._result, self._work, self._call = result, work, call
+        if call is not None:
+            self._named = (call.axis, call.operation, call.site)
+
+    def wait(self) -> Tensor:
+        """Blocks until the result is there (on CUDA: until the current stream waits for it)."""
+        if self._work is not None:
+            if self._call is not None:
+                self._call.enter(*self._named)  # calls entered since then are not the one that may hang
+            self._work.wait()
+            self._work = None
+            if self._call is not None:
+                self._call.finished = True
+        return self._result
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_TRANSPARENT = ("megalite.mpu", "megalite.parallel.collectives")
+
+
+def _call_site() -> str:
+    """The function that asked for communication: the innermost frame outside of the plumbing."""
+    frame: FrameType | None = sys._getframe(2)
+    plumbing = "backward"
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch."):
+            return plumbing  # called by the autograd engine
+        if module not in _TRANSPARENT:
+            return f"{module.removeprefix('megalite.')}.{frame.f_code.co_qualname}"
+        plumbing = frame.f_code.co_qualname
+        frame = frame.f_back
+    return plumbing
+
+
+class Axis:
+    """One mesh axis as a rank sees it: its group, and every collective along it.
+
+    `ranks` are the global ranks in order, `rank` is this rank's index among them. Collectives on a size-1
+    axis return their input and need no torch.distributed. Gather and scatter concatenate along `dim`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        last_call: LastCall | None = None,
+    ):
+        assert (group is not None) == (len(ranks) > 1), f"axis {name}: a group is needed exactly for several ranks"
+        self.name, self.ranks, self.rank, self.group = name, tuple(ranks), rank, group
+        self.size = len(self.ranks)
+        self.stats = AxisStats()
+        self.last_call = last_call if last_call is not None else LastCall()
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {_compact(self.ranks)})"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first on the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is the last on the axis."""
+        return self.rank == self.size - 1
+
+    def _enter(self, operation: str, bytes_sent: int) -> None:
+        site = _call_site()
+        self.stats.add(f"{site}:{operation}", bytes_sent)
+        self.last_call.enter(self.name, operation, site)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduces `tensor` over the axis, in place; returns it."""
+        return self.start_all_reduce(tensor, op).wait()
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        """Begins an in-place all-reduce."""
+        if self.size == 1:
+            return Pending(tensor, None)
+        assert tensor.is_contiguous(), "all_reduce works in place and needs a contiguous tensor"
+        self._enter("all_reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        work = dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=True)
+        return Pending(tensor, work, self.last_call)
+
+    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Concatenates the equal-shaped `tensor` of every rank along `dim`."""
+        return self.start_all_gather(tensor, dim).wait()
+
+    def start_all_gather(self, tensor: Tensor, dim: int = 0) -> Pending:
+        """Begins an all-gather; for `dim` 0 the gathered memory is the result itself."""
+        if self.size == 1:
+            return Pending(tensor, None)
+        self._enter("all_gather", (self.size - 1) * tensor.nbytes)
+        moved = tensor if dim == 0 else tensor.movedim(dim, 0)
+        out = tensor.new_empty((self.size * moved.shape[0], *moved.shape[1:]))
+        work = _all_gather(out, moved.contiguous(), group=self.group, async_op=True)
+        return Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Sums over the axis and keeps this rank's equal part of `dim`."""
+        return self.start_reduce_scatter(tensor, dim).wait()
+
+    def start_reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Pending:
+        """Begins a summing reduce-scatter along `dim`, which the axis size must divide."""
+        if self.size == 1:
+            return Pending(tensor, None)
+        moved = tensor if dim == 0 else tensor.movedim(dim, 0)
+        assert moved.shape[0] % self.size == 0, f"reduce_scatter of {moved.shape[0]} rows over {self.size} ranks"
+        self._enter("reduce_scatter", (self.size - 1) * tensor.nbytes // self.size)
+        out = tensor.new_empty((moved.shape[0] // self.size, *moved.shape[1:]))
+        work = _reduce_scatter(out, moved.contiguous(), group=self.group, async_op=True)
+        return Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
+
+    def all_to_all(
+        self, tensor: Tensor, send_rows: Sequence[int] | None = None, receive_rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Exchanges rows (dim 0): equal parts, or `send_rows[i]` rows to rank i and `receive_rows[i]` from it."""
+        if self.size == 1:
+            return tensor
+        row_bytes = tensor.nbytes // max(tensor.shape[0], 1)
+        mine = send_rows[self.rank] if send_rows is not None else tensor.shape[0] // self.size
+        self._enter("all_to_all", tensor.nbytes - mine * row_bytes)
+        rows = sum(receive_rows) if receive_rows is not None else tensor.shape[0]
+        out = tensor.new_empty((rows, *tensor.shape[1:]))
+        work = dist.all_to_all_single(
+            out,
+            tensor.contiguous(),
+            list(receive_rows) if receive_rows is not None else None,
+            list(send_rows) if send_rows is not None else None,
+            group=self.group,
+            async_op=True,
+        )
+        return Pending(out, work, self.last_call).wait()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copies the tensor of the rank at index `source` to all, in place; returns it."""
+        if self.size == 1:
+            return tensor
+        self._enter("broadcast", tensor.nbytes if self.rank == source else 0)
+        work = dist.broadcast(tensor, self.ranks[source], group=self.group, async_op=True)
+        return Pending(tensor, work, self.last_call).wait()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The picklable `value` of every rank, in order, on every rank (for messages, not for tensors)."""
+        if self.size == 1:
+            return [value]
+        self._enter("gather_objects", 0)
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        self.last_call.finished = True
+        return values
+
+    def barrier(self) -> None:
+        """Returns when every rank of the axis has entered."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=self.device))
+
+    def send(self, tensor: Tensor, peer: int) -> Pending:
+        """Begins sending to the rank at index `peer`; keep `tensor` unchanged until `wait`."""
+        assert tensor.is_contiguous(), "send needs a contiguous tensor"
+        self._enter("send", tensor.nbytes)
+        work = dist.isend(tensor.detach(), self.ranks[peer], group=self.group)
+        return self._started(tensor, work)
+
+    def receive(self, tensor: Tensor, peer: int) -> Pending:
+        """Begins receiving into `tensor` from the rank at index `peer`."""
+        self.last_call.enter(self.name, "receive", _call_site())
+        work = dist.irecv(tensor, self.ranks[peer], group=self.group)
+        return self._started(tensor, work)
+
+    def _started(self, tensor: Tensor, work: dist.Work | None) -> Pending:
+        """A point-to-point operation, which cannot hang before its `wait`."""
+        pending = Pending(tensor, work, self.last_call)
+        self.last_call.finished = True
+        return pending
+
+    @property
+    def device(self) -> torch.device:
+        """Where the backend wants its tensors: the current CUDA device under NCCL, else the CPU."""
+        if self.group is not None and "nccl" in dist.get_backend(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+@functools.cache
+def _process_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of `ranks`, made once per process and never destroyed.
+
+    Recreating a destroyed group of the same ranks hangs (its store key is reused), and each living gloo group
+    costs threads and file descriptors; so groups are shared by rank tuple. `world` keys the cache to one job.
+    """
+    if len(ranks) == dist.get_world_size(world):
+        return world
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), f"new_group({ranks}) was called by a rank outside of it"
+    return group
+
+
+def _compact(ranks: Sequence[int]) -> str:
+    """`0 2 4 6` as `0..6 by 2`, for tables."""
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if all(b - a == step for a, b in zip(ranks, ranks[1:], strict=False)):
+            return f"{ranks[0]}..{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+    return " ".join(map(str, ranks))
+
+
+# The order in which a rank makes its groups. Every member of a group reaches it at the same place of this list,
+# so that creation cannot deadlock.
+_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp",), "ep": ("ep",), "etp": ("etp",), "edp": ("edp",),
+    "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"), "tp_dp_cp": ("tp", "dp", "cp"), "tp_pp": ("tp", "pp"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """This rank's place on every axis; built once and passed down.
+
+    tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed; tp_cp and tp_dp_cp
+    cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the model (with cp = 1);
+    embd joins the first and the last stage; world is everyone in the layout.
+    """
+
+    config: ParallelConfig
+    grid: RankGrid
+    rank: int
+    world: Axis
+    tp: Axis
+    cp: Axis
+    pp: Axis
+    dp: Axis
+    ep: Axis
+    etp: Axis
+    edp: Axis
+    dp_cp: Axis
+    tp_cp: Axis
+    tp_dp_cp: Axis
+    tp_pp: Axis
+    embd: Axis
+    last_call: LastCall = field(default_factory=LastCall, compare=False)
+
+    @staticmethod
+    def single() -> ParallelState:
+        """One rank, no process group: every layer works with it, without torch.distributed."""
+        config = ParallelConfig()
+        last_call = LastCall()
+        axes = {name: Axis(name, last_call=last_call) for name in ("world", *_AXES, "embd")}
+        return ParallelState(config, config.grid(1), 0, **axes, last_call=last_call)
+
+    @staticmethod
+    def build(config: ParallelConfig, ranks: Sequence[int] | None = None) -> ParallelState:
+        """The place of this process in `config` laid over `ranks` (all ranks by default).
+
+        Every process in `ranks` must call it with the same arguments; only groups that this rank belongs to
+        are made. Without torch.distributed, or for a single rank, the result needs no process group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            config.grid(1)
+            return ParallelState.single()
+        layout = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        grid = config.grid(len(layout))
+        me = layout.index(dist.get_rank())
+        last_call = LastCall()
+
+        def axis(name: str, members: Iterable[int]) -> Axis:
+            places = tuple(members)
+            global_ranks = tuple(layout[i] for i in places)
+            return make_axis(name, global_ranks, last_call)
+
+        axes = {"world": axis("world", range(len(layout)))}
+        axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
+        axes["embd"] = axis("embd", grid.embedding_members(me))
+        return ParallelState(config, grid, me, **axes, last_call=last_call)
+
+    def blocks(self, axis: Axis, size: int) -> Axis:
+        """The sub-axis of `size` consecutive ranks of `axis` that this rank is in (KV heads shared by tp ranks).
+
+        Every rank of `axis` must ask at the same time.
+        """
+        assert axis.size % size == 0, f"blocks of {size} on {axis}"
+        start = axis.rank // size * size
+        return make_axis(f"{axis.name}/{size}", axis.ranks[start : start + size], self.last_call)
+
+    def axes(self) -> dict[str, Axis]:
+        """All axes by name."""
+        return {name: getattr(self, name) for name in ("world", *_AXES, "embd")}
+
+    def reset_stats(self) -> None:
+        """Forgets what has been counted on every axis."""
+        for axis in self.axes().values():
+            axis.stats.reset()
+
+    def describe(self, ranks_per_node: int | None = None) -> list[tuple[str, int, str, str]]:
+        """Rows (axis, size, my ranks, inside a node) for the start-up table; size-1 axes are left out."""
+        rows = []
+        for name, axis in self.axes().items():
+            if axis.size > 1:
+                nodes = {r // ranks_per_node for r in axis.ranks} if ranks_per_node else {0}
+                rows.append((name, axis.size, _compact(axis.ranks), "yes" if len(nodes) == 1 else "no"))
+        return rows
+
+
+def make_axis(name: str, ranks: Sequence[int], last_call: LastCall | None = None) -> Axis:
+    """An axis over global `ranks`, which must include this process; groups are shared by rank tuple."""
+    if len(ranks) == 1:
+        return Axis(name, ranks, 0, last_call=last_call)
+    world = dist.distributed_c10d._get_default_group()
+    return Axis(name, ranks, tuple(ranks).index(dist.get_rank()), _process_group(world, tuple(ranks)), last_call)

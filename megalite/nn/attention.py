@@ -1,0 +1,98 @@
+"""Causal self-attention, cut over tp along its heads."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from megalite.kernels.attention import attention
+from megalite.kernels.config import KernelConfig
+from megalite.kernels.dropout import dropout_key
+from megalite.kernels.rope import apply_rope
+from megalite.mpu import Axis, ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.nn.context import Context, Site, layer_site
+from megalite.nn.mlp import output_std
+from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
+
+
+def head_problems(num_heads: int, kv_heads: int, tp: int) -> list[str]:
+    """Why heads cannot be cut over `tp` ranks (empty when they can)."""
+    found = []
+    legal = [t for t in range(1, num_heads + 1) if num_heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    choices = ", ".join(map(str, legal))
+    if num_heads % kv_heads:
+        found.append(f"num_heads={num_heads} is not divisible by num_kv_heads={kv_heads}")
+    elif num_heads % tp:
+        found.append(f"num_heads={num_heads} is not divisible by tp={tp}; tp can be {choices}")
+    elif kv_heads % tp and tp % kv_heads:
+        found.append(
+            f"num_kv_heads={kv_heads} and tp={tp}: one must divide the other, so that KV heads can be cut or shared;"
+            f" tp can be {choices}"
+        )
+    return found
+
+
+class ParallelAttention(nn.Module):
+    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245): [s, b, h] -> ([s, b, h], bias or None).
+
+    A tp rank holds num_heads / tp query heads and their KV heads; with fewer KV heads than ranks, consecutive ranks
+    share one and its gradient is summed over them. `kernels.attention` names the backend; "auto" lets each call choose.
+    """
+
+    bias = False
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+        super().__init__()
+        if problems := head_problems(config.num_heads, config.kv_heads, mpu.tp.size):
+            raise ValueError("\n".join(problems))
+        self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
+        self.scale = 1.0 / math.sqrt(config.head_size)
+        self.backend = kernels.attention
+        self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
+        sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
+        kv = OutputPart(config.kv_heads, config.head_size, _kv_replicas(mpu, config.kv_heads))
+        self.qkv = FusedColumnParallelLinear(
+            config.hidden_size,
+            {"q": OutputPart(config.num_heads, config.head_size), "k": kv, "v": kv},
+            axis=mpu.tp,
+            bias=self.bias,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std,
+        )
+        self.proj = RowParallelLinear(
+            config.num_heads * config.head_size,
+            config.hidden_size,
+            axis=mpu.tp,
+            bias=self.bias,
+            sequence_parallel=sequence_parallel,
+            skip_bias_add=True,
+            init_std=output_std(config),
+            unit=config.head_size,
+        )
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Returns the output and the bias still to be added."""
+        q, k, v = (
+            part.view(*part.shape[:-1], -1, self.head_size) for part in self.qkv(x).split(self.qkv.sizes, dim=-1)
+        )
+        if context.rope is not None:
+            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        return self.proj(self._attend(q, k, v, context).flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """[s, b, heads, d] each -> [s, b, heads, d]."""
+        dropout = self.dropout if context.training else 0.0
+        key = None
+        if dropout > 0.0:
+            key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS))
+        return attention(
+            q, k, v, scale=self.scale, backend=self.backend, dropout_p=dropout, dropout_key=key,
+            head_offset=self.first_head, samples=context.batch.samples,
+        )  # fmt: skip
+
+
+def _kv_replicas(mpu: ParallelState, kv_heads: int) -> Axis | None:
+    """The tp ranks that share this rank's KV head, when there are fewer heads than ranks."""
+    return mpu.blocks(mpu.tp, mpu.tp.size // kv_heads) if mpu.tp.size > kv_heads else None

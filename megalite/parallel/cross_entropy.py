@@ -1,0 +1,188 @@
+"""Cross entropy over a vocabulary that is cut over tp: logits are never gathered, nor all held at once.
+
+Each rank reduces its own columns to four numbers a row (kernels), the ranks exchange only those. Following Megatron-LM
+(Shoeybi et al., 2019, arXiv:1909.08053), with one all-gather of the four statistics instead of three all-reduces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.kernels.cross_entropy import LossTerms, ce_grad_, ce_loss, ce_stats
+from megalite.kernels.linear import accumulate_weight_grad
+from megalite.mpu import Axis
+from megalite.parallel.shard import even_cut
+from megalite.parallel.wgrad import WeightGradQueue
+
+_CHUNK_ELEMENTS = 1 << 23
+
+
+@dataclass(frozen=True)
+class VocabCut:
+    """Which columns of `vocab_size` this rank holds on `axis`."""
+
+    vocab_size: int
+    axis: Axis
+
+    def local(self, labels: Tensor) -> Tensor:
+        """Labels as column numbers of this rank, -1 for those that another rank holds."""
+        ((start, length),) = even_cut(self.vocab_size, self.axis)
+        here = (labels >= start) & (labels < start + length)
+        return torch.where(here, labels - start, -1)
+
+    def chunk_rows(self) -> int:
+        """Rows of logits to hold at once (about 8 M elements), the same on every rank of the axis."""
+        return max(1, _CHUNK_ELEMENTS // math.ceil(self.vocab_size / self.axis.size))
+
+
+def _global_stats(stats: Tensor, axis: Axis) -> Tensor:
+    """Merges per-shard statistics [4, n] = (max, sum of exp(x - max), target logit, sum of logits) over the axis."""
+    if axis.size == 1:
+        return stats
+    each = axis.all_gather(stats).view(axis.size, *stats.shape)
+    peak = each[:, 0].amax(0)
+    total = (each[:, 1] * torch.exp(each[:, 0] - peak)).sum(0)
+    return torch.stack((peak, total, each[:, 2].sum(0), each[:, 3].sum(0)))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per-row loss of logits [n, vocab_local]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, cut: VocabCut, terms: LossTerms) -> Tensor:
+        local = cut.local(labels)
+        stats = _global_stats(ce_stats(logits, local), cut.axis)
+        ctx.save_for_backward(logits, local, stats)
+        ctx.terms = terms
+        return ce_loss(stats, terms)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, local, stats = ctx.saved_tensors
+        return ce_grad_(logits.clone(), local, stats, grads[0], ctx.terms), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    axis: Axis,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Loss of each token, [..] in at least float32, from this rank's columns of the logits [.., vocab_local].
+
+    `vocab_size` is the global vocabulary (by default vocab_local x axis size). Smoothing spreads its mass over the
+    other vocab_size - 1 entries; z_loss adds z_loss * log(Z)^2. Raises ValueError when the columns are not this
+    rank's part, as they are not when the logits were gathered already.
+    """
+    vocab_size = vocab_size if vocab_size is not None else logits.shape[-1] * axis.size
+    ((_, length),) = even_cut(vocab_size, axis)
+    if logits.shape[-1] != length:
+        raise ValueError(
+            f"logits have {logits.shape[-1]} columns, but rank {axis.rank} of {axis.size} holds {length} of"
+            f" vocab_size={vocab_size}; pass the cut logits, or axis=ParallelState.single().tp for gathered ones"
+        )
+    terms = LossTerms(vocab_size, label_smoothing, z_loss)
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _CrossEntropy.apply(flat, labels.reshape(-1), VocabCut(vocab_size, axis), terms).view(labels.shape)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum over rows of mask * loss(hidden W^T), a chunk of rows at a time.
+
+    The loss is a scalar, so that its gradients are known up to one factor: they are made in the forward pass while
+    a chunk's logits exist, and scaled in backward (the idea of Liger kernels, Hsu et al., 2024, arXiv:2410.10989).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: nn.Parameter,
+        labels: Tensor,
+        mask: Tensor,
+        cut: VocabCut,
+        terms: LossTerms,
+        queue: WeightGradQueue,
+    ) -> Tensor:
+        ctx.weight, ctx.queue = weight, queue
+        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        dx = torch.empty_like(hidden) if wants_dx else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dw = torch.zeros_like(weight, dtype=wide) if wants_dw else None
+        local = cut.local(labels)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        for rows in torch.arange(hidden.shape[0]).split(cut.chunk_rows()):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            logits = nn.functional.linear(hidden[part], weight)
+            stats = _global_stats(ce_stats(logits, local[part]), cut.axis)
+            # A masked row may hold anything, inf included: it must not touch the sum.
+            loss += torch.where(mask[part] > 0, ce_loss(stats, terms) * mask[part], 0.0).sum()
+            if dx is None and dw is None:
+                continue
+            ce_grad_(logits, local[part], stats, mask[part], terms)
+            if dx is not None:
+                torch.mm(logits, weight, out=dx[part])
+            if dw is not None:
+                accumulate_weight_grad(dw, logits, hidden[part])
+        ctx.gradients = dx, dw
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.gradients
+        ctx.gradients = None, None
+        scale, weight = grads[0], ctx.weight
+        weight_grad = None
+        if dw is not None:
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is not None or ctx.queue.deferring:
+                ctx.queue.put(lambda: _add_scaled(weight, dw, scale), [weight])
+            else:
+                weight_grad = dw.mul_(scale).to(weight.dtype)
+        return dx.mul_(scale) if dx is not None else None, weight_grad, None, None, None, None, None
+
+
+def _add_scaled(weight: nn.Parameter, dw: Tensor, scale: Tensor) -> None:
+    """main_grad (or grad) += scale * dw."""
+    grad = getattr(weight, "main_grad", None)
+    if grad is None:
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        grad = weight.grad
+    grad.add_(dw.mul_(scale))
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    axis: Axis,
+    vocab_size: int,
+    queue: WeightGradQueue,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The scalar sum of mask * loss over all tokens, in at least float32, without ever holding all logits.
+
+    hidden [s, b, h], whole on every rank of `axis`; weight [vocab_local, h]; labels int64 and mask [s, b]. The gradient
+    of `hidden` is this rank's partial sum: enter the region with `collectives.enter_parallel`.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return _LinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        mask.reshape(-1).to(wide),
+        VocabCut(vocab_size, axis),
+        LossTerms(vocab_size, label_smoothing, z_loss),
+        queue,
+    )

@@ -1,0 +1,162 @@
+"""What a parameter is in the global model: the one attribute that init, reduction, clipping and checkpoints read.
+
+A layer that cuts a parameter sets `param.shard`; nothing else marks tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megalite.mpu import Axis, ParallelState
+
+Segments = tuple[tuple[int, int], ...]
+"""Global (start, length) runs along one dim, in local order."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dim of a parameter is cut over `axis`: this rank holds `segments` of the global dim, in order."""
+
+    axis: Axis
+    dim: int
+    segments: Segments
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter's place in the global model.
+
+    name: layout-free global name. shape: global shape. cuts: how it is cut (a dim not named is whole here).
+    partial: axes over which its gradient is a partial sum; after summing, the first rank of each owns it.
+    group: which ranks share it, dense (dp x cp) or expert (edp). tied_to: the name of the parameter that this one
+    is a copy of (on another stage). decay: whether weight decay applies.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    partial: tuple[Axis, ...] = ()
+    group: Literal["dense", "expert"] = "dense"
+    tied_to: str | None = None
+    decay: bool = True
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        shape = list(self.shape)
+        for cut in self.cuts:
+            shape[cut.dim] = sum(length for _, length in cut.segments)
+        return tuple(shape)
+
+    def pieces(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+        """(global offset, sizes, view of `local`) of each rectangle of the global tensor that `local` holds."""
+        assert local.shape == self.local_shape, f"{self.name}: {tuple(local.shape)} is not {self.local_shape}"
+        runs = [((0, size),) for size in self.shape]
+        for cut in self.cuts:
+            runs[cut.dim] = cut.segments
+        yield from _rectangles(local, runs, 0, (), ())
+
+    def is_owner(self, mpu: ParallelState) -> bool:
+        """Whether this rank counts the parameter in norms and saves it (among the ranks of one model copy).
+
+        Each element of the global model has exactly one owner: copies on model-parallel ranks and tied copies
+        on other stages have none.
+        """
+        if self.tied_to is not None:
+            return False
+        model_axes = (mpu.etp, mpu.ep) if self.group == "expert" else (mpu.tp,)
+        cut_over = {cut.axis.ranks for cut in self.cuts}
+        copied_over = [axis for axis in model_axes if axis.ranks not in cut_over]
+        return all(axis.rank == 0 for axis in (*copied_over, *self.partial))
+
+
+def _rectangles(
+    local: Tensor, runs: Sequence[Segments], dim: int, offset: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+    if dim == len(runs):
+        yield offset, sizes, local
+        return
+    begin = 0
+    for start, length in runs[dim]:
+        part = local.narrow(dim, begin, length)
+        yield from _rectangles(part, runs, dim + 1, (*offset, start), (*sizes, length))
+        begin += length
+
+
+def even_cut(size: int, axis: Axis, unit: int = 1) -> Segments:
+    """This rank's run when `size` units are cut over `axis` as [r size // n, (r + 1) size // n), times `unit`."""
+    start, end = axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
+    return ((start * unit, (end - start) * unit),)
+
+
+def shard_of(parameter: Tensor) -> Shard:
+    """The `shard` of a parameter; an assertion names a parameter that no layer described."""
+    shard = getattr(parameter, "shard", None)
+    assert isinstance(shard, Shard), f"parameter of shape {tuple(parameter.shape)} has no shard; set param.shard"
+    return shard
+
+
+def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """Marks `parameter`; returns it."""
+    assert parameter.shape == shard.local_shape, f"{shard.name}: {tuple(parameter.shape)} is not {shard.local_shape}"
+    parameter.shard = shard  # pyright: ignore[reportAttributeAccessIssue]
+    return parameter
+
+
+def name_parameters(module: nn.Module, prefix: str = "") -> None:
+    """Gives every parameter its path in `module` as global name; a parameter without a shard is whole everywhere."""
+    for name, parameter in module.named_parameters():
+        name = f"{prefix}{name}"
+        if getattr(parameter, "shard", None) is None:
+            set_shard(parameter, Shard(name, tuple(parameter.shape), decay=parameter.dim() > 1))
+        else:
+            set_shard(parameter, replace(shard_of(parameter), name=name))
+
+
+def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that were created as views of one storage (q, k, v; gate, up), in storage order; others alone."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    return [sorted(group, key=lambda p: p.storage_offset()) for group in groups.values()]
+
+
+def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every meta parameter and buffer of `module` memory on `device`, floating ones in `dtype`.
+
+    Parameters that shared a storage share one again, in the same places; a parameter used by two modules stays one.
+    """
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for group in storage_groups([p for p in module.parameters() if p.is_meta]):
+        memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
+        offset = 0
+        for old in group:
+            data = memory[offset : offset + old.numel()].view(old.shape)
+            fresh[old] = set_shard(nn.Parameter(data, requires_grad=old.requires_grad), shard_of(old))
+            offset += old.numel()
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter in fresh:
+                child._parameters[name] = fresh[parameter]
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One view over tensors that lie one after another in memory, concatenated along dim 0; None if they do not."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    end = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    rows = sum(t.shape[0] for t in tensors)
+    inner = first.shape[1:]
+    strides = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
+    return first.as_strided((rows, *inner), (math.prod(inner), *strides))

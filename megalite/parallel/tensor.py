@@ -1,0 +1,427 @@
+"""Linear layers, embedding and loss cut over the tensor-parallel axis (Shoeybi et al., 2019, arXiv:1909.08053).
+
+With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) a column-parallel layer gathers the sequence
+before its GEMM and a row-parallel one scatters it after; only the cut input is kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.kernels.linear import accumulate_weight_grad
+from megalite.mpu import Axis
+from megalite.parallel.collectives import gather_from, leave_parallel, reduce_from, reduce_scatter_sequence, scatter_to
+from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.random import normal_
+from megalite.parallel.shard import Cut, Segments, Shard, adjacent, even_cut, set_shard
+from megalite.parallel.wgrad import WeightGradQueue
+
+__all__ = [
+    "ColumnParallelLinear",
+    "FusedColumnParallelLinear",
+    "OutputPart",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "share_queue",
+    "vocab_parallel_cross_entropy",
+]
+
+
+def _fused(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one matrix: a view where they lie side by side (they do once a layer has made them), else a copy."""
+    whole = adjacent(parts)
+    return whole if whole is not None else torch.cat(list(parts))
+
+
+def _main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Where each weight gradient accumulates: `main_grad` under data parallelism, `grad` on a bare layer."""
+    grads = []
+    for weight in weights:
+        grad = getattr(weight, "main_grad", None)
+        if grad is None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            grad = weight.grad
+        grads.append(grad)
+    return grads
+
+
+def _accumulate(weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor) -> None:
+    """Adds dy^T x to the gradients of the weights whose outputs stand side by side in `dy`; frozen ones are passed over."""
+    learning = all(weight.requires_grad for weight in weights)
+    grads = _main_grads(weights) if learning else []
+    whole = adjacent(grads) if learning else None
+    if whole is not None:
+        accumulate_weight_grad(whole, dy, x)
+        return
+    for weight, part in zip(weights, dy.split([w.shape[0] for w in weights], dim=-1), strict=True):
+        if weight.requires_grad:
+            accumulate_weight_grad(_main_grads([weight])[0], part, x)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b for weights stacked along their outputs, with this axis' communication hidden behind the GEMMs.
+
+    enter "none": x is used as it is. "copy": x is whole on every rank, so dx is a partial sum and is all-reduced
+    while the weight gradient is computed. "gather": x is cut along the sequence; it is gathered (again in backward,
+    behind the dx GEMM) and dx is reduce-scattered behind the weight gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        enter: str,
+        queue: WeightGradQueue,
+        weights: tuple[nn.Parameter, ...],
+        num_weights: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        # `weights` are the objects that carry main_grad; checkpointing hands other objects through saved_tensors.
+        ctx.axis, ctx.enter, ctx.queue, ctx.weights = axis, enter, queue, weights
+        ctx.save_for_backward(x)
+        ctx.bias_sizes = [bias.shape[0] for bias in parameters[num_weights:]]
+        whole = axis.all_gather(x) if enter == "gather" else x
+        bias = _fused(parameters[num_weights:]) if ctx.bias_sizes else None
+        return nn.functional.linear(whole, _fused(parameters[:num_weights]), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x,) = grads, ctx.saved_tensors
+        axis, weights, queue = ctx.axis, ctx.weights, ctx.queue
+        needs_weight_grad = any(weight.requires_grad for weight in weights)
+        gathering = None
+        if ctx.enter == "gather" and needs_weight_grad and not queue.deferring:
+            gathering = axis.start_all_gather(x)
+        dx, arriving = None, None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ _fused(weights)
+            if ctx.enter == "copy":
+                arriving = axis.start_all_reduce(dx)
+            elif ctx.enter == "gather":
+                whole_dx, arriving = dx, axis.start_reduce_scatter(dx)
+                del whole_dx
+        if needs_weight_grad:
+            whole_x = gathering.wait() if gathering is not None else None
+            queue.put(_weight_grad_work(weights, dy, x, whole_x, axis if ctx.enter == "gather" else None), weights)
+        biases: tuple[Tensor | None, ...] = ()
+        if ctx.bias_sizes:
+            biases = dy.flatten(0, -2).sum(0).split(ctx.bias_sizes)
+        if arriving is not None:
+            dx = arriving.wait()
+        return dx, None, None, None, None, None, *(None for _ in weights), *biases
+
+
+def _weight_grad_work(
+    weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor, whole_x: Tensor | None, gather_over: Axis | None
+) -> Callable[[], None]:
+    """The weight gradient as a closure; a deferred one keeps only the cut input and gathers it when it runs."""
+    version = x._version
+
+    def work() -> None:
+        assert x._version == version, "a linear's input was changed in place before its weight gradient was computed"
+        whole = whole_x
+        if whole is None:
+            whole = gather_over.all_gather(x) if gather_over is not None else x
+        _accumulate(weights, dy, whole)
+
+    return work
+
+
+def _apply_linear(
+    x: Tensor, axis: Axis, enter: str, queue: WeightGradQueue, weights: Sequence[nn.Parameter], biases: Sequence[Tensor]
+) -> Tensor:
+    enter = enter if axis.size > 1 else "none"
+    return _Linear.apply(x, axis, enter, queue, tuple(weights), len(weights), *weights, *biases)
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """One named block of a column-parallel layer's outputs: `num_units` units of `unit` features, cut by whole units.
+
+    When there are fewer units than ranks, ranks share one (`replicas`: the axis of those who share, consecutive
+    ranks); its gradient is then a partial sum over them.
+    """
+
+    num_units: int
+    unit: int = 1
+    replicas: Axis | None = None
+
+    def segments(self, axis: Axis) -> Segments:
+        """This rank's run of output features."""
+        if self.replicas is not None:
+            first = axis.rank // self.replicas.size
+            return ((first * self.unit, self.unit),)
+        return even_cut(self.num_units, axis, self.unit)
+
+
+class _Part(nn.Module):
+    """Weight [out_local, in] and bias [out_local] of one output part, as views of the layer's storage."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, cut: Cut, shape: tuple[int, int], replicas: Axis | None):
+        super().__init__()
+        partial = (replicas,) if replicas is not None else ()
+        self.weight = set_shard(nn.Parameter(weight), Shard("weight", shape, (cut,), partial))
+        self.bias = None
+        if bias is not None:
+            self.bias = set_shard(nn.Parameter(bias), Shard("bias", shape[:1], (cut,), partial, decay=False))
+
+    def forward(self) -> Tensor:
+        """A part is computed by the layer that holds it."""
+        raise AssertionError("call the fused layer, not one of its parts")
+
+
+class FusedColumnParallelLinear(nn.Module):
+    """Several column-parallel linears of one input (q, k, v; gate, up) as one GEMM over adjacent storage.
+
+    Input [s, b, in] (or [s / tp, b, in] under sequence parallelism); output [s, b, sum of the parts' local features],
+    parts side by side in the order given; `sizes` splits it. Each part stays a parameter of its own, `<part>.weight`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, OutputPart],
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ):
+        super().__init__()
+        self.axis, self.init_std = axis, init_std
+        self.enter = "gather" if sequence_parallel else "copy"
+        self.queue = WeightGradQueue()
+        cuts = {name: Cut(axis, 0, part.segments(axis)) for name, part in parts.items()}
+        self.sizes = [sum(length for _, length in cut.segments) for cut in cuts.values()]
+        weights = torch.empty(sum(self.sizes), in_features).split(self.sizes)
+        biases = torch.zeros(sum(self.sizes)).split(self.sizes) if bias else [None] * len(parts)
+        for (name, part), weight, one_bias in zip(parts.items(), weights, biases, strict=True):
+            shape = (part.num_units * part.unit, in_features)
+            self.add_module(name, _Part(weight, one_bias, cuts[name], shape, part.replicas))
+        self._names = list(parts)
+        init_unless_meta(self)
+
+    def part(self, name: str) -> _Part:
+        """The holder of one part's weight and bias."""
+        part = getattr(self, name)
+        assert isinstance(part, _Part)
+        return part
+
+    def init_parameters(self, seed: int) -> None:
+        """Weights N(0, init_std^2) by global name and index, biases zero."""
+        for name in self._names:
+            part = self.part(name)
+            normal_(part.weight, seed, self.init_std)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., in] -> [.., sum(sizes)]."""
+        parts = [self.part(name) for name in self._names]
+        biases = [part.bias for part in parts if part.bias is not None]
+        return _apply_linear(x, self.axis, self.enter, self.queue, [part.weight for part in parts], biases)
+
+    def extra_repr(self) -> str:
+        """Local and global sizes."""
+        return f"parts={dict(zip(self._names, self.sizes, strict=True))} of {self.axis}"
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X A^T + b with A cut along its output features: rank r holds rows [r out // n, (r + 1) out // n).
+
+    Input [s, b, in], the same on every rank of `axis` (under sequence parallelism: its rows of the sequence,
+    [s / n, b, in]). Output [s, b, out / n], or [s, b, out] with `gather_output`. With `skip_bias_add` forward
+    returns (output, bias) for a fused bias op.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        init_std: float = 0.02,
+    ):
+        super().__init__()
+        self.in_features, self.out_features, self.axis, self.init_std = in_features, out_features, axis, init_std
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.enter = "gather" if sequence_parallel else "copy"
+        self.queue = WeightGradQueue()
+        cut = Cut(axis, 0, even_cut(out_features, axis))
+        weight = nn.Parameter(torch.empty(cut.segments[0][1], in_features))
+        self.weight = set_shard(weight, Shard("weight", (out_features, in_features), (cut,)))
+        self.bias = None
+        if bias:
+            zeros = nn.Parameter(torch.zeros(cut.segments[0][1]))
+            self.bias = set_shard(zeros, Shard("bias", (out_features,), (cut,), decay=False))
+        init_unless_meta(self)
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight N(0, init_std^2) by global name and index, bias zero."""
+        normal_(self.weight, seed, self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [.., in] -> [.., out / n] (see the class)."""
+        biases = [self.bias] if self.bias is not None and not self.skip_bias_add else []
+        y = _apply_linear(x, self.axis, self.enter, self.queue, [self.weight], biases)
+        if self.gather_output:
+            y = gather_from(y, self.axis, -1, self.out_features)
+        return (y, self.bias) if self.skip_bias_add else y
+
+    def extra_repr(self) -> str:
+        """Global sizes and place."""
+        return f"in_features={self.in_features}, out_features={self.out_features} over {self.axis}"
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X A^T + b with A cut along its input features; the ranks' partial products are summed.
+
+    Input [s, b, in / n], cut like a column-parallel output (with `input_is_parallel` false: whole, and cut here).
+    Output [s, b, out], or this rank's rows [s / n, b, out] under sequence parallelism. The bias is whole on every rank
+    and added after the sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        init_std: float = 0.02,
+        unit: int = 1,
+    ):
+        super().__init__()
+        assert input_is_parallel or not sequence_parallel, "under sequence parallelism the input must be parallel"
+        self.in_features, self.out_features, self.axis, self.init_std = in_features, out_features, axis, init_std
+        self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
+        self.skip_bias_add = skip_bias_add
+        self.queue = WeightGradQueue()
+        cut = Cut(axis, 1, even_cut(in_features // unit, axis, unit))
+        weight = nn.Parameter(torch.empty(out_features, cut.segments[0][1]))
+        self.weight = set_shard(weight, Shard("weight", (out_features, in_features), (cut,)))
+        self.bias = None
+        if bias:
+            partial = (axis,) if sequence_parallel and axis.size > 1 else ()
+            zeros = nn.Parameter(torch.zeros(out_features))
+            self.bias = set_shard(zeros, Shard("bias", (out_features,), partial=partial, decay=False))
+        init_unless_meta(self)
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight N(0, init_std^2) by global name and index, bias zero."""
+        normal_(self.weight, seed, self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [.., in / n] -> [.., out] (see the class)."""
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.axis, -1)
+        y = _apply_linear(x, self.axis, "none", self.queue, [self.weight], [])
+        y = leave_parallel(y, self.axis, self.sequence_parallel)
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Global sizes and place."""
+        return f"in_features={self.in_features}, out_features={self.out_features} over {self.axis}"
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a table; the gradient is added to the main gradient row by row, never as a dense copy of the table."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, outside: Tensor | None, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(ids, outside)
+        ctx.weight = weight
+        rows = weight.index_select(0, ids.flatten()).view(*ids.shape, weight.shape[1])
+        return rows if outside is None else rows.masked_fill_(outside[..., None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None]:
+        ids, outside = ctx.saved_tensors
+        weight: nn.Parameter = ctx.weight
+        main_grad = getattr(weight, "main_grad", None)
+        target = main_grad if main_grad is not None else torch.zeros_like(weight)
+        rows = grads[0].to(target.dtype)
+        if outside is not None:
+            rows = rows.masked_fill(outside[..., None], 0)
+        _add_rows(target, ids.flatten(), rows.reshape(-1, rows.shape[-1]))
+        return None, None, None if main_grad is not None else target
+
+
+def _add_rows(target: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """target[ids] += rows in a fixed order (index_add_ on CUDA would add in any order)."""
+    if target.is_cuda:
+        target.index_put_((ids,), rows, accumulate=True)
+    else:
+        target.index_add_(0, ids, rows)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table [vocab, hidden] cut by rows: rank r owns [r V // n, (r + 1) V // n), whether or not n divides V.
+
+    ids [s, b] -> [s, b, hidden], or this rank's rows of the sequence [s / n, b, hidden] under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        axis: Axis,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ):
+        super().__init__()
+        self.axis, self.sequence_parallel, self.init_std = axis, sequence_parallel, init_std
+        ((self.start, self.length),) = even_cut(num_embeddings, axis)
+        shard = Shard("weight", (num_embeddings, embedding_dim), (Cut(axis, 0, ((self.start, self.length),)),))
+        self.weight = set_shard(nn.Parameter(torch.empty(self.length, embedding_dim)), shard)
+        init_unless_meta(self)
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight N(0, init_std^2) by global name and index."""
+        normal_(self.weight, seed, self.init_std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [s, b] int64 -> [s, b, hidden] (or [s / n, b, hidden])."""
+        if self.axis.size == 1:
+            return _Embedding.apply(ids, None, self.weight)
+        local = ids - self.start
+        outside = (local < 0) | (local >= self.length)
+        rows = _Embedding.apply(local.masked_fill(outside, 0), outside, self.weight)
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(rows, self.axis)
+        return reduce_from(rows, self.axis)
+
+
+def init_unless_meta(layer: nn.Module) -> None:
+    """A bare layer has its initial values at once; one built on the meta device gets them from `initialize`."""
+    if not any(parameter.is_meta for parameter in layer.parameters()):
+        layer.init_parameters(0)  # pyright: ignore[reportCallIssue]
+
+
+def share_queue(module: nn.Module, queue: WeightGradQueue) -> None:
+    """Makes every linear of `module` hand its weight gradients to `queue` (one per pipeline stage)."""
+    for child in module.modules():
+        if isinstance(getattr(child, "queue", None), WeightGradQueue):
+            child.queue = queue  # pyright: ignore[reportAttributeAccessIssue]
+

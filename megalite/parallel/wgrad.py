@@ -1,0 +1,50 @@
+"""The queue of weight gradients that a stage's linears fill in the backward pass.
+
+Zero-bubble schedules (Qi et al., 2023, arXiv:2401.10241) run the input gradient and the weight gradient of a
+stage as two actions. A linear hands its weight gradient to its queue, which runs it at once or keeps it for `drain`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass
+class WeightGradQueue:
+    """Weight gradients of one stage, first in, first out.
+
+    While `deferring`, `put` keeps the work under the current `microbatch`; otherwise it runs it at once.
+    `on_done` is told the parameters of each deferred work when it has run (gradient buckets listen).
+    """
+
+    deferring: bool = False
+    microbatch: int = 0
+    on_done: Callable[[Sequence[nn.Parameter]], None] | None = None
+    _waiting: dict[int, deque[tuple[Callable[[], None], Sequence[nn.Parameter]]]] = field(default_factory=dict)
+
+    def put(self, work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> None:
+        """Runs `work`, which adds to the main gradients of `parameters`, now or in `drain`."""
+        if self.deferring:
+            self._waiting.setdefault(self.microbatch, deque()).append((work, parameters))
+        else:
+            work()
+
+    def drain(self, microbatch: int) -> None:
+        """Runs what was put for `microbatch`, in order."""
+        waiting = self._waiting.pop(microbatch, deque())
+        with torch.no_grad():
+            while waiting:
+                work, parameters = waiting.popleft()
+                work()
+                if self.on_done is not None:
+                    self.on_done(parameters)
+
+    @property
+    def num_waiting(self) -> int:
+        """Weight gradients kept, over all micro-batches."""
+        return sum(len(works) for works in self._waiting.values())
