@@ -23,14 +23,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megalite.mpu import ParallelConfig, ParallelState
+from megalite.train.failure import list_ranks, summarize_calls
 
 GRACE_SECONDS = 1.0
 """How long the other ranks may go on after the first failure, to tell theirs."""
@@ -98,7 +101,7 @@ class World:
         self.max_ranks = max_ranks
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def __enter__(self) -> World:
         return self
@@ -163,15 +166,15 @@ class World:
     def _start(self, size: int) -> None:
         context = _forkserver()
         self._folder = tempfile.TemporaryDirectory(prefix="megalite_world_")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(size):
-            jobs, worker_jobs = context.Pipe()
-            control, worker_control = context.Pipe()
+            jobs, worker_jobs = connection.Pipe()
+            control, worker_control = connection.Pipe()
             stacks = Path(self._folder.name) / f"rank_{rank}.txt"
             stacks.touch()
             process = context.Process(
                 target=_serve,
-                args=(rank, size, self._store.port, worker_jobs, worker_control, str(stacks)),
+                args=(rank, size, store.port, worker_jobs, worker_control, str(stacks)),
                 name=f"megalite rank {rank}",
                 daemon=True,
             )
@@ -217,7 +220,7 @@ def fewest_ranks(layout: ParallelConfig) -> int:
     return ranks
 
 
-def _forkserver() -> multiprocessing.context.ForkServerContext:
+def _forkserver() -> ForkServerContext:
     """The context whose server has imported torch, single-threaded, so that a rank starts in 0.1 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "megalite.testing.world"])
@@ -259,28 +262,19 @@ def _failure(
         head = f"rank {raised[0]} of {size} raised in {name}\n{answers[raised[0]].error}"
     else:
         kind, culprits = "hung", sorted(reports)
-        head = f"{name} has not finished after {timeout:g} s on ranks {_list(culprits)} of {size}"
+        head = f"{name} has not finished after {timeout:g} s on ranks {list_ranks(culprits)} of {size}"
     lines = [head.rstrip()]
-    waits: dict[str, list[int]] = {}
-    for number, report in reports.items():
-        if report.waits_in is not None:
-            waits.setdefault(report.waits_in, []).append(number)
-    lines += [f"waiting in {call}: ranks {_list(members)}" for call, members in waits.items()]
-    if absent := [i for i, report in reports.items() if report.waits_in is None]:
-        lines.append(f"running outside of any collective: ranks {_list(absent)}")
+    lines += summarize_calls({number: report.waits_in for number, report in reports.items()})
     if done := [i for i, answer in answers.items() if not answer.error]:
-        lines.append(f"returned: ranks {_list(sorted(done))}")
+        lines.append(f"returned: ranks {list_ranks(sorted(done))}")
     for number in raised:
         if number not in culprits:
             last = answers[number].error.rstrip().splitlines()[-1]
-            lines.append(f"rank {number} raised too, {answers[number].when - answers[raised[0]].when:.1f} s later: {last}")
+            later = answers[number].when - answers[raised[0]].when
+            lines.append(f"rank {number} raised too, {later:.1f} s later: {last}")
     for number, report in reports.items():
         lines += [f"--- rank {number}, last collective: {report.last_call}", report.stack.rstrip()]
     return RankFailure("\n".join(lines), culprits, kind)
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 class _Worker:
@@ -355,7 +349,7 @@ def _serve(rank: int, size: int, port: int, jobs: Connection, control: Connectio
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host name may not resolve
     worker = _Worker(rank)
     threading.Thread(target=worker.watch, args=(control,), daemon=True).start()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     # The world's own limits end a hang; gloo's must not come first, it would hide who was missing.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
     with contextlib.suppress(EOFError, OSError):
