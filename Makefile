@@ -1,0 +1,64 @@
+# make install | demo | test | test-all | check | bench. Everything runs in .venv; nothing outside the tree is touched.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# More arguments for pip, such as PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch.
+PIP_ARGS ?=
+TEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check format bench clean
+
+help:
+	@echo "make demo      train a small GPT on real text on the CPU (about two minutes), then sample from it"
+	@echo "make test      the test suite (make test-all: with the full layout tables)"
+	@echo "make check     ruff, basedpyright, import-linter"
+	@echo "make bench     step time side by side with a plain PyTorch loop"
+	@echo "make install   only the virtual environment, in .venv"
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'megalite needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@# Debian's python3 has no ensurepip unless python3-venv is installed; its pip can still fill the environment.
+	"$(PYTHON)" -m venv .venv || { "$(PYTHON)" -m venv --clear --without-pip .venv \
+	  && "$(PYTHON)" -m pip --python $(BIN)/python install --quiet pip; }
+
+$(STAMP): setup.py pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@if [ -e runs/demo ]; then old="runs/demo.$$(date +%Y%m%d-%H%M%S)"; mv runs/demo "$$old"; \
+	  echo "an older run was moved to $$old"; fi
+	$(BIN)/python pretrain_gpt.py --config configs/demo.yaml --train.run-dir runs/demo
+	@echo
+	$(BIN)/python tools/generate.py --run-dir runs/demo --prompt 'Return a new' --num-tokens 120
+	@echo
+	@echo "The run is in runs/demo: config.yaml, metrics.jsonl (one object a step), log.txt, tensorboard/, checkpoints/."
+
+# One thread: ranks of the test world share the cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not full' $(TEST_ARGS)
+
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/cpu_step.py
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,161 @@
+"""The rules that a configuration must keep, checked together before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+
+from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
+from megalite.config.values import convert
+from megalite.models import MODELS
+from megalite.mpu import RankGrid
+from megalite.nn.config import ModelConfig
+from megalite.pipeline.partition import partition
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raises one ConfigError that lists everything which keeps `config` from running on `world_size` ranks."""
+    problems = _type_problems(config)
+    if not problems:
+        grid = RankGrid.problems(world_size, config.parallel)
+        dp = None if grid else config.parallel.data_parallel_size(world_size)
+        problems = [
+            *grid,
+            *_not_built(config),
+            *_model_problems(config.model),
+            *_cut_problems(config),
+            *_stage_problems(config),
+            *config.train.problems(dp),
+            *config.optim.problems(),
+            *config.checkpoint.problems(),
+        ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _type_problems(config: Config) -> list[str]:
+    """Fields whose value is not of their type: code that builds a Config can set anything."""
+    found: list[str] = []
+    for section in SECTIONS:
+        for name, hint in field_types(section).items():
+            value = getattr(getattr(config, section), name)
+            try:
+                convert(value, hint)
+            except ValueError as error:
+                found.append(f"{section}.{name}={value!r} {error}")
+    return found
+
+
+def _not_built(config: Config) -> list[str]:
+    """Options that are reserved: refused, never ignored."""
+    parallel = config.parallel
+    reserved = {"cp": "context", "ep": "expert", "etp": "expert-tensor", "vpp": "virtual pipeline"}
+    found = [
+        f"parallel.{name}={getattr(parallel, name)}: {kind} parallelism is not built yet; use 1"
+        for name, kind in reserved.items()
+        if getattr(parallel, name) > 1
+    ]
+    if parallel.schedule not in SCHEDULES:
+        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
+        found.append(f"parallel.schedule={parallel.schedule!r} is not known or not built yet; {hint}")
+    if parallel.zero != 0:
+        found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
+    if config.optim.offload != "none":
+        found.append(f"optim.offload={config.optim.offload!r}: offloading is not built yet; use none")
+    return found
+
+
+def _model_problems(model: ModelConfig) -> list[str]:
+    """Whether the model makes sense on one rank."""
+    if model.name not in MODELS:
+        close = difflib.get_close_matches(model.name, list(MODELS), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(MODELS)}"
+        return [f"model.name={model.name!r} is not a model; {hint}"]
+    sizes = {
+        name: getattr(model, name)
+        for name in ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
+    }
+    found = [f"model.{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+    if found:
+        return found
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        found.append(
+            f"model.hidden_size={model.hidden_size} is not divisible by num_heads={model.num_heads};"
+            f" {_nearest(model.hidden_size, model.num_heads, 'hidden_size')}, or set head_dim"
+        )
+    elif model.name != "gpt2" and model.head_size % 2:
+        found.append(f"model.head_dim={model.head_size} must be even: rotary positions turn pairs of features")
+    if model.num_heads % model.kv_heads:
+        found.append(
+            f"model.num_heads={model.num_heads} is not divisible by num_kv_heads={model.kv_heads};"
+            f" num_kv_heads can be {_divisors(model.num_heads)}"
+        )
+    for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
+        if not 0 <= getattr(model, name) < 1:
+            found.append(f"model.{name}={getattr(model, name)} must be in [0, 1)")
+    return found
+
+
+def _cut_problems(config: Config) -> list[str]:
+    """Whether tensor parallelism cuts every dim into equal parts."""
+    model, parallel, tp = config.model, config.parallel, config.parallel.tp
+    if min(tp, model.num_heads, model.kv_heads, model.ffn_size) < 1:
+        return []  # reported already
+    found: list[str] = []
+    for name, size in (("num_heads", model.num_heads), ("ffn_hidden_size", model.ffn_size)):
+        if size % tp:
+            found.append(f"model.{name}={size} is not divisible by parallel.tp={tp}; {_tp_can_be(size)}")
+    kv = model.kv_heads
+    if kv % tp and tp % kv:
+        sizes = [t for t in range(1, model.num_heads + 1) if model.num_heads % t == 0 and (kv % t == 0 or t % kv == 0)]
+        found.append(
+            f"model.num_kv_heads={kv} and parallel.tp={tp} do not divide one another;"
+            f" tp can be {', '.join(map(str, sizes))}"
+        )
+    if model.vocab_size < tp:
+        found.append(f"model.vocab_size={model.vocab_size} is less than parallel.tp={tp}: a rank would hold no row")
+    seq_len = config.data.seq_len
+    if parallel.sequence_parallel and seq_len % tp:
+        found.append(
+            f"data.seq_len={seq_len} is not divisible by parallel.tp={tp} under sequence_parallel;"
+            f" {_nearest(seq_len, tp, 'seq_len')}"
+        )
+    if model.name == "gpt2" and seq_len > model.max_positions:
+        found.append(
+            f"data.seq_len={seq_len} is longer than model.max_positions={model.max_positions}, the learned positions;"
+            f" use seq_len <= {model.max_positions} or max_positions >= {seq_len}"
+        )
+    return found
+
+
+def _stage_problems(config: Config) -> list[str]:
+    """Whether the layers fill the pipeline stages; the executor's own split decides."""
+    parallel = config.parallel
+    layers, stages = config.model.num_layers, parallel.pp * parallel.vpp
+    if layers < 1 or stages < 1:
+        return []  # reported already
+    try:
+        partition(
+            layers, stages, layer_cost=1, embedding_cost=0, head_cost=0, layers_per_stage=parallel.layers_per_stage
+        )
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _tp_can_be(size: int) -> str:
+    """The tp that divide `size`, the useful ones: at most 64."""
+    return f"tp can be {', '.join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)}"
+
+
+def _nearest(value: int, divisor: int, name: str) -> str:
+    """The multiples of `divisor` around `value`."""
+    below = value // divisor * divisor
+    legal = [below, below + divisor] if below > 0 else [below + divisor]
+    return f"the nearest {name} {'are' if len(legal) > 1 else 'is'} {' and '.join(map(str, legal))}"

@@ -1,0 +1,133 @@
+"""Layouts on one line: `tp2+sp+pp2v2:zb_v+cp4:ulysses_ring+ep2+dp2+zero3+recompute:full+offload:cpu+mbs2`.
+
+Parts come in any order; a missing one is 1 or off. The data-parallel size is always that of the dense model:
+ranks = tp * cp * pp * dp, and an unnamed dp is the least that the expert axes fit into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalite.config import Config
+from megalite.mpu import ParallelConfig
+
+_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?::([a-z0-9_]+))?")
+_PARTS = ("tp", "pp", "cp", "ep", "etp", "dp", "mbs", "zero", "sp", "recompute:", "offload:")
+_TAGS = {"pp": "schedule", "cp": "cp_mode"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout string, taken apart."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The model-parallel part; the order of the axes is not part of a layout."""
+    dp: int = 1
+    """Data-parallel size."""
+    recompute: str = "none"
+    """What backward computes again, as train.recompute."""
+    offload: str = "none"
+    """Where the optimizer state lives, as optim.offload."""
+    micro_batch_size: int | None = None
+    """Rows of a micro-batch; the run's own when absent."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the layout takes."""
+        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.dp
+
+    def apply(self, config: Config) -> Config:
+        """`config` under this layout: everything else, the model and the global batch included, stays."""
+        parallel = dataclasses.replace(self.parallel, order=config.parallel.order)
+        train: dict[str, Any] = {"recompute": self.recompute}
+        if self.micro_batch_size is not None:
+            train["micro_batch_size"] = self.micro_batch_size
+        return dataclasses.replace(
+            config,
+            parallel=parallel,
+            train=dataclasses.replace(config.train, **train),
+            optim=dataclasses.replace(config.optim, offload=self.offload),
+        )
+
+    def __str__(self) -> str:
+        return format_layout(self)
+
+
+def parse_layout(text: str) -> Layout:
+    """Reads a layout string; raises ValueError that names the part and what it may have meant."""
+    seen: dict[str, Any] = {}
+    for part in text.split("+") if text.strip() != "single" else ():
+        for name, value in _parse_part(part.strip(), text).items():
+            if name in seen:
+                raise ValueError(f"layout {text!r}: {part!r} sets {name} a second time")
+            seen[name] = value
+    own = {name: seen.pop(name) for name in ("dp", "recompute", "offload", "micro_batch_size") if name in seen}
+    parallel = ParallelConfig(**seen)
+    own.setdefault("dp", _least_dp(parallel))
+    return Layout(parallel=parallel, **own)
+
+
+def _least_dp(parallel: ParallelConfig) -> int:
+    """The smallest dp for which ep * etp divides tp * cp * dp."""
+    experts = parallel.ep * parallel.etp
+    return experts // math.gcd(experts, parallel.tp * parallel.cp)
+
+
+def _parse_part(part: str, text: str) -> dict[str, Any]:
+    if part == "sp":
+        return {"sequence_parallel": True}
+    for name in ("recompute", "offload"):
+        if part.startswith(f"{name}:") and len(part) > len(name) + 1:
+            return {name: part.removeprefix(f"{name}:")}
+    found = _SIZE.fullmatch(part)
+    if found is None:
+        raise ValueError(f"layout {text!r}: {part!r} is not a part of a layout{_hint(part)}")
+    axis, size, chunks, tag = found[1], int(found[2]), found[3], found[4]
+    if (chunks and axis != "pp") or (tag and axis not in _TAGS):
+        raise ValueError(f"layout {text!r}: {part!r}: only pp takes v<chunks>, only pp and cp take :<name>")
+    if (size < 1 and axis != "zero") or chunks == "0":
+        raise ValueError(f"layout {text!r}: {part!r}: sizes are at least 1")
+    values: dict[str, Any] = {"micro_batch_size" if axis == "mbs" else axis: size}
+    if chunks:
+        values["vpp"] = int(chunks)
+    if tag:
+        values[_TAGS[axis]] = tag
+    return values
+
+
+def _hint(part: str) -> str:
+    name = re.sub(r"\d.*$", "", part.partition(":")[0])
+    near = difflib.get_close_matches(name, [known.rstrip(":") for known in _PARTS], n=1, cutoff=0.5)
+    known = "tp2 sp pp2 pp2v2:1f1b cp2:ring ep2 etp2 dp2 zero1 recompute:full offload:cpu mbs2"
+    return f"; did you mean {near[0]}? Parts look like {known}" if near else f"; parts look like {known}"
+
+
+def format_layout(layout: Layout) -> str:
+    """The layout string of `layout`: what is 1 or off is left out; one rank alone is `single`."""
+    parallel, default = layout.parallel, ParallelConfig()
+
+    def sized(name: str, size: int, tag: str = "") -> str:
+        return f"{name}{size}{tag}" if size > 1 or tag else ""
+
+    chunks = f"v{parallel.vpp}" if parallel.vpp > 1 else ""
+    schedule = f":{parallel.schedule}" if parallel.schedule != default.schedule else ""
+    mode = f":{parallel.cp_mode}" if parallel.cp_mode != default.cp_mode else ""
+    parts = [
+        sized("tp", parallel.tp),
+        "sp" if parallel.sequence_parallel else "",
+        sized("pp", parallel.pp, chunks + schedule),
+        sized("cp", parallel.cp, mode),
+        sized("ep", parallel.ep),
+        sized("etp", parallel.etp),
+        f"dp{layout.dp}" if layout.dp != _least_dp(parallel) else "",
+        f"zero{parallel.zero}" if parallel.zero else "",
+        f"recompute:{layout.recompute}" if layout.recompute != "none" else "",
+        f"offload:{layout.offload}" if layout.offload != "none" else "",
+        f"mbs{layout.micro_batch_size}" if layout.micro_batch_size is not None else "",
+    ]
+    return "+".join(part for part in parts if part) or "single"

@@ -1,0 +1,95 @@
+"""What the training loop is told: how long, how large a batch, in which precision, and what to watch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run itself."""
+
+    run_dir: str | None = None
+    """Folder of the run (metrics, checkpoints, log); by default runs/<name of the first config>, or runs/default."""
+    seed: int = 1234
+    """The one seed: initial weights, data order and dropout follow from it, whatever the layout."""
+    num_steps: int = 1000
+    """Optimizer steps in all, over every resume."""
+    global_batch_size: int = 32
+    """Rows in an optimizer step, over all data-parallel ranks and micro-batches."""
+    micro_batch_size: int = 2
+    """Rows that go through the model at once; changes memory and speed, never the result."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"] = "fp32"
+    """Arithmetic of the model; bf16 keeps float32 master weights and gradients, fp64 is for proofs.
+    fp16 and fp8 are reserved."""
+    reduce_dtype: Literal["main", "bf16"] = "main"
+    """What gradients are summed in over data-parallel ranks: main (float32, or float64 under fp64) or bf16."""
+    recompute: Literal["none", "full"] = "none"
+    """What backward computes again instead of keeping: nothing, or every layer from its input."""
+    resume: str = "none"
+    """Continue a run: none (a non-empty run folder is refused), auto (its latest checkpoint if there is one),
+    or a checkpoint folder."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes CUDA when it is there."""
+    log_every: int = 1
+    """Steps between lines on the terminal; metrics.jsonl gets every step."""
+    eval_every: int = 0
+    """Steps between evaluations on the validation split; 0 is never. Evaluation changes nothing in training."""
+    eval_steps: int = 10
+    """Global batches of an evaluation."""
+    eval_only: bool = False
+    """Load the weights, evaluate once, print the loss and stop."""
+    hang_seconds: float = 600.0
+    """A rank without progress for so long is reported with its last collective and its stack, and the job ends;
+    0 is off."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a profiler trace, written into the run folder."""
+    peak_tflops: float | None = None
+    """Peak dense TFLOP/s of one device in this precision, for MFU; looked up by name for GPUs that are known."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's parameters and activations."""
+        return _DTYPES[self.precision]
+
+    def problems(self, dp: int | None = None) -> list[str]:
+        """Everything wrong with this section, given the data-parallel size where it is known."""
+        found = [
+            f"train.{name}={getattr(self, name)} must be at least {least}"
+            for name, least in (
+                ("num_steps", 1), ("global_batch_size", 1), ("micro_batch_size", 1), ("log_every", 1),
+                ("eval_every", 0), ("eval_steps", 1), ("hang_seconds", 0), ("seed", 0),
+            )
+            if getattr(self, name) < least
+        ]  # fmt: skip
+        if self.precision not in _DTYPES:
+            found.append(f"train.precision={self.precision} is reserved and not built yet; use {', '.join(_DTYPES)}")
+        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            found.append(f"train.profile_steps={self.profile_steps} must be a first and a last step from 1")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            found.append(f"train.peak_tflops={self.peak_tflops} must be positive")
+        if dp is not None and self.global_batch_size > 0 and self.micro_batch_size > 0:
+            found += self._batch_problems(dp)
+        return found
+
+    def _batch_problems(self, dp: int) -> list[str]:
+        rows, micro = self.global_batch_size, self.micro_batch_size
+        if rows % (micro * dp) == 0:
+            return []
+        below = rows // (micro * dp) * micro * dp
+        sizes = [size for size in (below, below + micro * dp) if size > 0]
+        message = (
+            f"train.global_batch_size={rows} is not divisible by micro_batch_size * dp = {micro} * {dp} = {micro * dp};"
+            f" the nearest global batches are {' and '.join(map(str, sizes))}"
+        )
+        if rows % dp == 0:
+            fitting = ", ".join(str(n) for n in range(1, rows // dp + 1) if rows // dp % n == 0)
+            message += f", or micro_batch_size can be {fitting}"
+        return [message]

@@ -1,0 +1,317 @@
+"""Merging, types, near misses and rules of the configuration."""
+
+import dataclasses
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megalite.config import SECTIONS, Config, ConfigError, check, from_dict, load_config, save_config, to_dict
+from megalite.layout import parse_layout
+from megalite.mpu import ParallelConfig
+from megalite.nn.config import ModelConfig
+from megalite.train.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+Fields = dict[str, Any]
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a YAML file and returns its path."""
+
+    def write_file(text: str, name: str = "a.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write_file
+
+
+def config_with(
+    *,
+    model: Fields | None = None,
+    parallel: Fields | None = None,
+    train: Fields | None = None,
+    data: Fields | None = None,
+) -> Config:
+    config, sizes = Config(), Fields(num_heads=8, hidden_size=128, ffn_hidden_size=384)
+    return dataclasses.replace(
+        config,
+        model=ModelConfig(**(sizes | (model or {}))),
+        parallel=ParallelConfig(**(parallel or {})),
+        train=TrainConfig(**(train or {})),
+        data=dataclasses.replace(config.data, **(data or {})),
+    )
+
+
+def problems(config: Config, world_size: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config, world_size)
+    return "\n".join(caught.value.problems)
+
+
+# Where values come from
+
+
+def test_defaults_files_and_options_are_merged_in_this_order(write) -> None:
+    first = write("model: {num_layers: 3, hidden_size: 64}\ntrain:\n  seed: 5\n")
+    second = write("model:\n  hidden_size: 96\n", "b.yaml")
+    config = load_config(["--config", first, second, "--train.seed", "6", "--model.num_heads=4"])
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_heads) == (3, 96, 4)
+    assert config.train.seed == 6
+    assert config.optim == Config().optim
+
+
+@pytest.mark.parametrize("option", ["--train.num-steps", "--train.num_steps"])
+def test_a_dash_may_stand_for_an_underscore(option: str) -> None:
+    assert load_config([option, "7"]).train.num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--parallel.sequence-parallel"], True),
+        (["--parallel.sequence_parallel", "True"], True),
+        (["--parallel.sequence-parallel=true"], True),
+        (["--parallel.no-sequence-parallel"], False),
+        (["--parallel.sequence_parallel", "false"], False),
+        (["--parallel.sequence-parallel=False"], False),
+    ],
+)
+def test_flags_take_a_word_too(write, words: list[str], expected: bool) -> None:
+    file = write(f"parallel: {{sequence_parallel: {not expected}}}")
+    assert load_config(["--config", file, *words]).parallel.sequence_parallel is expected
+
+
+def test_lists_and_optional_fields(write) -> None:
+    file = write("parallel: {pp: 2, layers_per_stage: [3, 5]}\nmodel: {num_kv_heads: 2, head_dim: null}\n")
+    config = load_config(["--config", file])
+    assert config.parallel.layers_per_stage == (3, 5)
+    assert (config.model.num_kv_heads, config.model.head_dim) == (2, None)
+    options = load_config(["--parallel.layers-per-stage", "1", "7", "--data.paths", "x", "y"])
+    assert options.parallel.layers_per_stage == (1, 7)
+    assert options.data.paths == ("x", "y")
+
+
+@pytest.mark.parametrize("written", ["1e-3", "1E-3", "1.0e-3", "0.001", "+1e-3"])
+def test_yaml_numbers_with_an_exponent_are_numbers(write, written: str) -> None:
+    assert load_config(["--config", write(f"optim: {{lr: {written}}}")]).optim.lr == 1e-3
+
+
+def test_an_integer_will_do_for_a_float(write) -> None:
+    lr = load_config(["--config", write("optim: {clip_grad: 1}")]).optim.clip_grad
+    assert lr == 1.0
+    assert type(lr) is float
+
+
+def test_run_dir_follows_the_first_config_file(write) -> None:
+    first, second = write("", "small.yaml"), write("", "more.yaml")
+    assert load_config(["--config", first, second]).train.run_dir == "runs/small"
+    assert load_config([]).train.run_dir == "runs/default"
+    assert load_config(["--config", first, "--train.run-dir", "elsewhere"]).train.run_dir == "elsewhere"
+
+
+def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_config(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for section, cls in SECTIONS.items():
+        assert f"{section} options" in text
+        for name in (field.name for field in dataclasses.fields(cls)):
+            assert f"--{section}.{name.replace('_', '-')}" in text
+    assert "Query heads." in text
+    assert "--config" in text
+
+
+# What is refused
+
+
+def test_every_unknown_name_is_reported_at_once_with_its_near_miss(write) -> None:
+    file = write("model: {num_layer: 3}\noptm: {lr: 1}\ntrain: {lr: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", file, "--parallel.tpp", "2", "--tp", "2", "--modle.num-heads", "3"])
+    text = str(caught.value)
+    assert len(caught.value.problems) == 6
+    for hint in ("model.num_layers?", "mean optim?", "optim.lr?", "parallel.tp?", "--parallel.tp?", "mean model?"):
+        assert f"did you mean {hint}" in text or hint in text
+    assert file in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {num_layers: many}", "model.num_layers='many' should be an integer"),
+        ("model: {num_layers: 1e3}", "write 1000"),
+        ("model: {num_layers: true}", "should be an integer"),
+        ("optim: {lr: '1e-3'}", "optim.lr='1e-3' should be a number"),
+        ("train: {precision: bf61}", "did you mean bf16?"),
+        ("train: {tensorboard: 1}", "should be true or false"),
+        ("train: {resume: no}", "put it in quotes"),
+        ("data: {paths: one}", "should be a list"),
+        ("train: {profile_steps: [1]}", "should be a list or null"),
+        ("model: 3", "model=3 should hold fields"),
+        ("- model", "not sections"),
+        ("model: {num_layers: 1, num_layers: 2}", "'num_layers' is given twice"),
+        ("model: {", "is not YAML"),
+    ],
+)
+def test_wrong_types_are_refused(write, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="problem") as caught:
+        load_config(["--config", write(text)])
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(["--config", "nowhere.yaml"])
+
+
+def test_a_malformed_option_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_config(["--model.num-layers", "abc"])
+    assert left.value.code == 2
+    assert "num-layers" in capsys.readouterr().err
+
+
+# Saving
+
+
+def test_the_saved_config_is_a_valid_config(tmp_path: Path) -> None:
+    config = load_config(["--config", str(ROOT / "configs/demo.yaml"), "--parallel.layers-per-stage", "3", "5"])
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert load_config(["--config", str(tmp_path / "run" / "config.yaml")]) == config
+    assert from_dict(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == config
+    assert from_dict(to_dict(config)) == config
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    assert stat.S_IMODE((tmp_path / "run" / "config.yaml").stat().st_mode) == 0o644
+
+
+def test_from_dict_refuses_what_a_file_would() -> None:
+    with pytest.raises(ConfigError, match="2 problems"):
+        from_dict({"model": {"num_layers": "x"}, "moddel": {}})
+
+
+# Presets
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_load_and_run_on_their_own_replica(path: Path) -> None:
+    config = load_config(["--config", str(path)])
+    parallel = config.parallel
+    check(config, parallel.tp * parallel.pp)
+    assert len(path.read_text().splitlines()) < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt2_124m", 0.124), ("llama_1b", 1.236), ("llama3_8b", 8.03), ("gpt3_175b", 174.6)]
+)
+def test_presets_have_the_published_sizes(name: str, billions: float) -> None:
+    model = load_config(["--config", str(ROOT / "configs" / f"{name}.yaml")]).model
+    attention = model.hidden_size * model.head_size * 2 * (model.num_heads + model.kv_heads)
+    mlp = (2 if model.name == "gpt2" else 3) * model.hidden_size * model.ffn_size
+    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.hidden_size
+    if model.name == "gpt2":
+        embeddings += model.max_positions * model.hidden_size
+    assert model.num_layers * (attention + mlp) + embeddings == pytest.approx(billions * 1e9, rel=4e-3)
+
+
+def test_the_demo_fits_the_layout_tables() -> None:
+    config = load_config(["--config", str(ROOT / "configs/demo.yaml")])
+    assert config.model.num_layers >= 8
+    assert config.model.num_heads % 8 == 0
+    assert config.model.kv_heads % 4 == 0
+    assert config.model.vocab_size % 2 == 1
+    assert config.train.micro_batch_size == 2
+    assert config.train.global_batch_size >= 32
+    assert config.optim.decay_steps is not None
+    assert config.data.num_samples is not None
+    for layout in ("tp8+sp", "pp8", "tp2+pp2+dp2", "dp8"):
+        check(parse_layout(layout).apply(config), 8)
+
+
+# Rules
+
+
+def test_a_sound_config_passes() -> None:
+    check(config_with(), 1)
+    check(config_with(parallel={"tp": 2, "pp": 2, "sequence_parallel": True}), 8)
+    check(config_with(model={"num_kv_heads": 2}, parallel={"tp": 4}), 4)  # KV heads shared by two ranks each
+
+
+def test_all_violations_come_at_once_with_legal_values() -> None:
+    text = problems(
+        config_with(
+            model={"num_heads": 12, "num_kv_heads": 5, "hidden_size": 130, "ffn_hidden_size": 100, "num_layers": 1},
+            parallel={"tp": 8, "pp": 2, "sequence_parallel": True, "schedule": "1f1", "zero": 1, "vpp": 2},
+            train={"global_batch_size": 30, "precision": "fp16"},
+            data={"seq_len": 100},
+        ),
+        32,
+    )
+    for line in (
+        "model.num_heads=12 is not divisible by parallel.tp=8; tp can be 1, 2, 3, 4, 6, 12",
+        "model.num_heads=12 is not divisible by num_kv_heads=5; num_kv_heads can be 1, 2, 3, 4, 6, 12",
+        "model.hidden_size=130 is not divisible by num_heads=12; the nearest hidden_size are 120 and 132",
+        "model.ffn_hidden_size=100 is not divisible by parallel.tp=8; tp can be 1, 2, 4, 5, 10, 20, 25, 50",
+        "model.num_kv_heads=5 and parallel.tp=8 do not divide one another; tp can be 1",
+        "data.seq_len=100 is not divisible by parallel.tp=8 under sequence_parallel;"
+        " the nearest seq_len are 96 and 104",
+        "num_layers=1 is too few for 4 pipeline stages",
+        "parallel.schedule='1f1' is not known or not built yet; did you mean 1f1b?",
+        "parallel.zero=1",
+        "parallel.vpp=2",
+        "train.precision=fp16",
+        "train.global_batch_size=30 is not divisible by micro_batch_size * dp = 2 * 2 = 4;"
+        " the nearest global batches are 28 and 32, or micro_batch_size can be 1, 3, 5, 15",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "said"),
+    [
+        ({"parallel": {"tp": 3}}, 4, "world size 4 is not divisible"),
+        ({"parallel": {"cp": 2}}, 2, "context parallelism is not built"),
+        ({"parallel": {"ep": 2}}, 2, "expert parallelism is not built"),
+        ({"parallel": {"etp": 2}}, 2, "expert-tensor parallelism is not built"),
+        ({"parallel": {"pp": 2, "layers_per_stage": (3, 4)}}, 2, "adds up to 7, but num_layers=8"),
+        ({"parallel": {"pp": 3, "layers_per_stage": (4, 0, 4)}}, 3, "leaves stage 1 without parameters"),
+        ({"parallel": {"pp": 2, "layers_per_stage": (8,)}}, 2, "has 1 entries for 2 stages"),
+        ({"model": {"name": "gpt2", "max_positions": 64}}, 1, "longer than model.max_positions=64"),
+        ({"model": {"name": "lama"}}, 1, "did you mean llama?"),
+        ({"model": {"num_layers": 0}}, 1, "model.num_layers=0 must be at least 1"),
+        ({"model": {"hidden_dropout": 1.0}}, 1, "must be in [0, 1)"),
+        ({"model": {"head_dim": 5}}, 1, "must be even"),
+        ({"train": {"precision": "fp8"}}, 1, "reserved"),
+        ({"train": {"recompute": "selective"}}, 1, "should be one of none, full"),
+        ({"train": {"profile_steps": (5, 3)}}, 1, "profile_steps"),
+        ({"train": {"global_batch_size": 1}}, 4, "the nearest global batches are 8"),
+    ],
+)
+def test_single_rules(changes: dict[str, Fields], world_size: int, said: str) -> None:
+    assert said in problems(config_with(**changes), world_size)
+
+
+def test_options_that_are_reserved_are_refused_and_not_ignored() -> None:
+    config = config_with()
+    offload = dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload="cpu"))
+    assert "offload" in problems(offload, 1)
+    later = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, async_save=True))
+    assert "async_save" in problems(later, 1)
+
+
+def test_every_section_has_its_say() -> None:
+    config = config_with()
+    wrong = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, lr=-1.0),
+        checkpoint=dataclasses.replace(config.checkpoint, every=-1),
+        train=dataclasses.replace(config.train, num_steps=0),
+    )
+    text = problems(wrong, 1)
+    for field in ("optim.lr=-1.0", "checkpoint.every=-1", "train.num_steps=0"):
+        assert field in text
