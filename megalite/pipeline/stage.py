@@ -1,0 +1,48 @@
+"""What the pipeline asks of a model stage and of its gradient buffers: all that it sees of either."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.batch import MicroBatch
+from megalite.parallel.wgrad import WeightGradQueue
+
+
+class Stage(Protocol):
+    """A consecutive part of a model."""
+
+    @property
+    def queue(self) -> WeightGradQueue:
+        """Where the stage's linears put their weight gradients."""
+        ...
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the activations between stages."""
+        ...
+
+    def hidden_shape(self, batch: MicroBatch) -> tuple[int, ...]:
+        """The local shape of the activations between stages, which may differ from micro-batch to micro-batch."""
+        ...
+
+    def __call__(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """The stage's output for the activation `x` (None on the first stage).
+
+        The last stage returns a scalar: the sum of this rank's token losses, equal on all its tensor-parallel ranks.
+        """
+        ...
+
+
+class Reducer(Protocol):
+    """The gradient buffers of a stage, as the plan drives them."""
+
+    def arm(self) -> None:
+        """Called before the stage's last backward (or weight-gradient) pass: reductions may start as it completes."""
+        ...
+
+    def finish(self) -> None:
+        """Called at the end of the plan: returns when the stage's gradients are reduced."""
+        ...

@@ -1,0 +1,214 @@
+"""Schedules, their simulation and their lowering, without any process."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from megalite.pipeline.lower import check_deadlock_free, lower
+from megalite.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Plan,
+    PlanError,
+    check_complete,
+    forward_only,
+    gpipe,
+    make_plan,
+    one_f_one_b,
+)
+from megalite.pipeline.simulate import Costs, peak_activations, simulate
+
+from .plans import breadth_first, split_1f1b
+
+SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
+
+
+def _rows(plan: Plan) -> list[str]:
+    return [" ".join(map(str, row)) for row in plan.actions]
+
+
+def test_1f1b_as_in_the_paper() -> None:
+    assert _rows(one_f_one_b(3, 4)) == [
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3",
+        "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3",
+    ]
+
+
+def test_gpipe_as_in_the_paper() -> None:
+    assert _rows(gpipe(2, 2)) == ["F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"]
+
+
+def test_one_stage_is_gradient_accumulation() -> None:
+    assert _rows(lower(one_f_one_b(1, 3))) == ["F0.0 B0.0 F0.1 B0.1 F0.2 REDUCE0.2 B0.2"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bubble_and_peaks_of_the_formulas(schedule: str) -> None:
+    for p, m in SIZES:
+        plan = make_plan(schedule, p, m)
+        for costs in (Costs(), Costs(weight_grad=Fraction(4, 5)), Costs(forward=3, input_grad=2, weight_grad=5)):
+            work = costs.forward + costs.input_grad + costs.weight_grad
+            timed = simulate(plan, costs)
+            assert timed.makespan == m * work + (p - 1) * work
+            assert timed.busy == [m * work] * p
+            assert timed.bubble == Fraction(p - 1, m + p - 1)
+        peaks = [m] * p if schedule == "gpipe" else [min(m, p - r) for r in range(p)]
+        assert peak_activations(plan) == peak_activations(plan, Kind.WEIGHT_GRAD) == peaks
+
+
+def test_latency_is_paid_between_ranks_only() -> None:
+    # The one microbatch passes 3 ranks forth and back: 9 units of work and 4 hops.
+    assert simulate(one_f_one_b(3, 1), Costs(latency=Fraction(1, 4))).makespan == 10
+    assert simulate(one_f_one_b(1, 1), Costs(latency=Fraction(1, 4))).makespan == 3
+    # A V over two ranks: 4 chunks of half a share; of the 6 hand-overs the two in the turn are local.
+    assert simulate(breadth_first((0, 1, 1, 0), 1), Costs(latency=Fraction(1, 4))).makespan == 7
+
+
+def test_uneven_stages_are_priced_by_stage() -> None:
+    timed = simulate(one_f_one_b(2, 4), Costs(stage_share=(1, 2)))
+    assert timed.busy == [12, 24]
+    assert timed.makespan == 1 + 24 + 2
+
+
+def test_deferred_weight_gradients_hold_their_activation() -> None:
+    plan = split_1f1b(2, 6)
+    assert peak_activations(plan) == [2, 1]
+    assert peak_activations(plan, Kind.WEIGHT_GRAD) == [3, 2]
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_lowered_plans_never_deadlock(p: int) -> None:
+    v_placement = (*range(p), *reversed(range(p)))
+    for m in range(1, 17):
+        for plan in (
+            gpipe(p, m),
+            one_f_one_b(p, m),
+            split_1f1b(p, m),
+            breadth_first(v_placement, m),
+            breadth_first(tuple(range(p)) * 3, m),
+            forward_only(tuple(range(p)), m),
+            forward_only(v_placement, m),
+            forward_only(tuple(range(p)) * 3, m),
+        ):
+            lowered = lower(plan)  # checks both models
+            assert [lowered.compute(rank) for rank in range(p)] == list(plan.actions)
+            assert lower(lowered) == lowered
+
+
+def test_messages_and_reductions_of_a_lowered_plan() -> None:
+    for plan in (one_f_one_b(4, 6), breadth_first((0, 1, 1, 0), 3), split_1f1b(3, 4)):
+        lowered = lower(plan)
+        actions = [action for row in lowered.actions for action in row]
+        hops = sum(a != b for a, b in pairwise(plan.placement))
+        for kind in (Kind.SEND_ACT, Kind.RECV_ACT, Kind.SEND_GRAD, Kind.RECV_GRAD):
+            assert sum(action.kind is kind for action in actions) == hops * plan.num_microbatches
+        for row in lowered.actions:
+            for stage in {action.stage for action in row}:
+                weights = [
+                    a for a in row if a.stage == stage and a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD, Kind.REDUCE)
+                ]
+                assert [i for i, a in enumerate(weights) if a.kind is Kind.REDUCE] == [len(weights) - 2]
+
+
+def test_one_stage_has_no_messages() -> None:
+    assert {action.kind for action in lower(gpipe(1, 4)).actions[0]} == {Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE}
+
+
+def test_pairs_of_ranks_see_their_messages_in_one_order() -> None:
+    # In a V, activations of one chunk and gradients of the other share a direction.
+    lowered = lower(breadth_first((0, 1, 2, 2, 1, 0), 5))
+    swapped = [list(row) for row in lowered.actions]
+    receives = [i for i, a in enumerate(swapped[1]) if a.kind is Kind.RECV_ACT and a.stage == 1]
+    swapped[1][receives[0]], swapped[1][receives[1]] = swapped[1][receives[1]], swapped[1][receives[0]]
+    with pytest.raises(PlanError, match=r"SEND_ACT0\.0 would arrive as RECV_ACT1\.1"):
+        check_deadlock_free(replace(lowered, actions=tuple(map(tuple, swapped))))
+
+
+def test_naive_receives_deadlock_and_are_refused() -> None:
+    """1F1B with each RECV just before its use and each SEND right after: both neighbours send at once."""
+    rows = []
+    for rank, row in enumerate(one_f_one_b(2, 4).actions):
+        naive = []
+        for action in row:
+            if action.kind is Kind.FORWARD:
+                naive += [action, action._replace(kind=Kind.SEND_ACT)] if rank == 0 else [
+                    action._replace(kind=Kind.RECV_ACT), action
+                ]  # fmt: skip
+            else:
+                naive += [action._replace(kind=Kind.RECV_GRAD), action] if rank == 0 else [
+                    action, action._replace(kind=Kind.SEND_GRAD)
+                ]  # fmt: skip
+        rows.append(tuple(naive))
+    with pytest.raises(PlanError, match="deadlocks with blocking rendezvous: rank 0 waits at"):
+        check_deadlock_free(replace(one_f_one_b(2, 4), actions=tuple(rows)))
+
+
+def test_message_posted_at_one_end_only_is_refused() -> None:
+    lowered = lower(one_f_one_b(2, 1))
+    without = tuple(a for a in lowered.actions[0] if a.kind is not Kind.RECV_GRAD)
+    with pytest.raises(PlanError, match="deadlocks"):
+        check_deadlock_free(replace(lowered, actions=(without, lowered.actions[1])))
+
+
+def test_completion_order_respects_every_dependency() -> None:
+    for p, m in ((3, 5), (4, 2)):
+        seen: set[Action] = set()
+        plan = one_f_one_b(p, m)
+        for slot in simulate(plan).slots:
+            kind = {Kind.BACKWARD: Kind.INPUT_GRAD}.get(slot.action.kind, slot.action.kind)
+            assert set(plan.needs(slot.action)) <= seen
+            seen.add(slot.action._replace(kind=kind))
+
+
+def _without(plan: Plan, removed: Action) -> Plan:
+    return replace(plan, actions=tuple(tuple(a for a in row if a != removed) for row in plan.actions))
+
+
+def _with(plan: Plan, rank: int, added: Action) -> Plan:
+    rows = list(plan.actions)
+    rows[rank] = (*rows[rank], added)
+    return replace(plan, actions=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (_without(one_f_one_b(2, 3), Action(Kind.BACKWARD, 1, 2)), r"2 results are never produced, the first is \w1\.2"),
+        (_with(one_f_one_b(2, 3), 1, Action(Kind.FORWARD, 1, 0)), r"rank 1 does F1\.0 twice"),
+        (_with(one_f_one_b(2, 3), 1, Action(Kind.WEIGHT_GRAD, 1, 0)), r"rank 1 does W1\.0 twice"),
+        (_with(one_f_one_b(2, 3), 0, Action(Kind.FORWARD, 0, 3)), r"F0\.3 on rank 0 is not in a plan of 2 .* 3"),
+        (_with(one_f_one_b(2, 3), 0, Action(Kind.FORWARD, 1, 0)), r"F1\.0 is on rank 0, its stage on 1"),
+        (_with(forward_only((0, 1), 3), 0, Action(Kind.BACKWARD, 0, 0)), r"B0\.0 .* not in a forward-only plan"),
+        (replace(one_f_one_b(2, 3), placement=(0, 2)), "stage 1 is placed on rank 2 of 2"),
+    ],
+)  # fmt: skip
+def test_incomplete_plans_are_refused_with_the_reason(plan: Plan, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        check_complete(plan)
+
+
+def test_impossible_order_is_refused_with_who_waits_for_what() -> None:
+    plan = one_f_one_b(2, 2)
+    early = tuple(sorted(plan.actions[0], key=lambda action: action.microbatch))  # F0.0 B0.0 F0.1 B0.1: legal
+    simulate(replace(plan, actions=(early, plan.actions[1])))
+    crossed = (plan.actions[1][2:] + plan.actions[1][:2],)  # the last rank begins with microbatch 1
+    with pytest.raises(PlanError, match=r"rank 0 waits before B0\.0 for I1\.0 of rank 1; rank 1 waits before F1\.1"):
+        simulate(replace(plan, actions=(early, *crossed)))
+
+
+def test_sizes_and_names_are_checked() -> None:
+    with pytest.raises(PlanError, match=r"unknown parallel.schedule='1f1'; it can be 1f1b, gpipe"):
+        make_plan("1f1", 2, 4)
+    with pytest.raises(PlanError, match=r"parallel.vpp=2 must be 1"):
+        make_plan("1f1b", 2, 4, 2)
+    with pytest.raises(PlanError, match="0 microbatches"):
+        make_plan("gpipe", 2, 0)
+
+
+def test_digest_tells_plans_apart() -> None:
+    digests = {make_plan(name, 2, m).digest for name in SCHEDULES for m in range(1, 5)}
+    assert len(digests) == 8 and one_f_one_b(2, 3).digest in digests
