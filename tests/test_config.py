@@ -310,8 +310,9 @@ def test_every_section_has_its_say() -> None:
         config,
         optim=dataclasses.replace(config.optim, lr=-1.0),
         checkpoint=dataclasses.replace(config.checkpoint, every=-1),
+        data=dataclasses.replace(config.data, num_samples=0),
         train=dataclasses.replace(config.train, num_steps=0),
     )
     text = problems(wrong, 1)
-    for field in ("optim.lr=-1.0", "checkpoint.every=-1", "train.num_steps=0"):
+    for field in ("data.num_samples=0", "optim.lr=-1.0", "checkpoint.every=-1", "train.num_steps=0"):
         assert field in text

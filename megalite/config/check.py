@@ -6,6 +6,7 @@ import difflib
 
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
+from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
 from megalite.mpu import RankGrid
 from megalite.nn.config import ModelConfig
@@ -27,6 +28,7 @@ def check(config: Config, world_size: int) -> None:
             *_cut_problems(config),
             *_stage_problems(config),
             *config.train.problems(dp),
+            *data_problems(config.data),
             *config.optim.problems(),
             *config.checkpoint.problems(),
         ]
