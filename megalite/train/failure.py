@@ -162,6 +162,8 @@ def abort_on_error(board: Board) -> Iterator[None]:
 
 
 def _abort(board: Board, error: BaseException) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may end this rank before it has spoken
     summary = _one_line(error)
     lost = lost_peer(error)
     cause = board.wait_first(GRACE_SECONDS) if lost else None
