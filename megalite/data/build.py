@@ -1,0 +1,256 @@
+"""From the data section of a config to the datasets of a run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.data.blended import SURPLUS, BlendedDataset, blend_targets
+from megalite.data.cache import build_once, default_directory, key_of
+from megalite.data.config import DataConfig, problems
+from megalite.data.corpus import DEMO_VOCAB_SIZE, prepare_demo
+from megalite.data.gpt_dataset import GPTDataset, SampleSource
+from megalite.data.gpt_index import split_ranges
+from megalite.data.indexed import FormatError, IndexedDataset, strip_suffix
+from megalite.data.preprocess import TEXT_SUFFIXES, TextOptions, preprocess
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+
+TEXT_RECIPE = 1
+_SCAN_LIMIT = 1 << 30  # bytes of token ids that are read through at start-up to check them
+_EDGE = 1 << 20
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """What a run trains and validates on."""
+
+    train: SampleSource
+    """At least the samples asked for."""
+    validation: SampleSource | None
+    """None when no validation was asked for, or when its split is empty (which is logged)."""
+    tokenizer: Tokenizer | None
+    """None when token files come without a usable record of their tokenizer."""
+    summary: list[str]
+    """Lines for the log: tokens, epochs and share of each dataset."""
+    fingerprint: str
+    """A hash of the sequence lengths and, where recorded, of the tokens: must be equal on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    data: IndexedDataset
+    eod: int | None
+    checked_vocab: int | None
+    """The vocabulary that each row read must be checked against; None when all ids are known to fit."""
+    record: dict[str, Any]
+
+
+def build_datasets(
+    config: DataConfig,
+    *,
+    seed: int,
+    num_samples: int | None,
+    num_validation_samples: int = 0,
+    vocab_size: int | None = None,
+) -> Datasets:
+    """Finds (or makes) the token files of `config` and builds the datasets of a run that needs `num_samples` samples.
+
+    `num_samples` None means every sample once. `vocab_size` is the model's. Safe to call on every rank at once; text is
+    tokenised once per file system and indices are cached. Raises ValueError for a bad config, a vocabulary that
+    does not fit, an empty training split or a corpus shorter than one sample with `num_samples` None;
+    FileNotFoundError for missing data; FormatError for damaged data.
+    """
+    found = problems(config)
+    if found:
+        raise ValueError("\n".join(found))
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_directory()
+    prefixes, tokenizer = _resolve(config, cache, vocab_size)
+    data = [IndexedDataset(prefix) for prefix in prefixes]
+    tokenizer = tokenizer or _recorded_tokenizer(data)
+    sources = [_checked_source(d, tokenizer, vocab_size) for d in data]
+    wanted = config.num_samples if config.num_samples is not None else num_samples
+    builder = _Builder(config=config, sources=sources, seed=seed, index_dir=cache / "index")
+    train = builder.build(0, "train", wanted)
+    assert train is not None
+    if num_samples is not None and len(train) < num_samples:
+        raise ValueError(
+            f"data.num_samples={config.num_samples} makes {len(train)} samples, the run needs {num_samples};"
+            " raise data.num_samples or shorten the run"
+        )
+    validation = builder.build(1, "validation", num_validation_samples) if num_validation_samples else None
+    return Datasets(
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer,
+        summary=builder.summary,
+        fingerprint=key_of({"records": [s.record for s in sources]}, *(d.lengths for d in data)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Builder:
+    config: DataConfig
+    sources: list[_Source]
+    seed: int
+    index_dir: Path
+
+    @property
+    def summary(self) -> list[str]:
+        """One line for each source."""
+        return [
+            f"{s.data.prefix}: {len(s.data)} sequences, {s.data.num_tokens} tokens ({s.data.dtype.name})"
+            for s in self.sources
+        ]
+
+    def build(self, part: int, name: str, num_samples: int | None) -> SampleSource | None:
+        """The dataset of one part of the split; an empty part is an error in training and a warning elsewhere."""
+        ranges = [split_ranges(self.config.split, len(s.data))[part] or (0, 0) for s in self.sources]
+        tokens = [int(s.data.lengths[a:b].sum(dtype="int64")) for s, (a, b) in zip(self.sources, ranges, strict=True)]
+        if part and not any(tokens):
+            log.warning(
+                "warning: data.split=%r leaves no %s documents (of %s); there will be no validation",
+                self.config.split, name, ", ".join(str(len(s.data)) for s in self.sources),
+            )  # fmt: skip
+            return None
+        weights = list(self.config.blend) or [float(n) for n in tokens]
+        if part:
+            weights = [w if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
+        if num_samples is None and self.config.blend and len(self.sources) > 1:
+            raise ValueError("data.blend needs a number of samples: give data.num_samples or train.num_steps")
+        used = [i for i, w in enumerate(weights) if w > 0]
+        for i in set(range(len(weights))) - set(used):
+            log.warning("warning: %s has no share in %s and is left out", self.sources[i].data.prefix, name)
+        if not used:
+            used, weights = [0], [1.0, *weights[1:]]  # every path is empty: let GPTDataset say so
+        if len(used) == 1:
+            return self._dataset(used[0], ranges[used[0]], name, num_samples)
+        return self._blend(used, weights, ranges, name, num_samples)
+
+    def _blend(
+        self, used: list[int], weights: list[float], ranges: list[tuple[int, int]], name: str, num_samples: int | None
+    ) -> BlendedDataset:
+        if num_samples is None:
+            return BlendedDataset([self._dataset(i, ranges[i], name, None) for i in used])
+        shares = [weights[i] for i in used]
+        requests = blend_targets(shares, num_samples, SURPLUS)
+        parts = [self._dataset(i, ranges[i], name, n) for i, n in zip(used, requests, strict=True)]
+        size = sum(blend_targets(shares, num_samples))
+        return BlendedDataset(parts, shares, size, cache_dir=self.index_dir)
+
+    def _dataset(self, i: int, sequences: tuple[int, int], name: str, num_samples: int | None) -> GPTDataset:
+        source = self.sources[i]
+        return GPTDataset(
+            source.data,
+            seq_len=self.config.seq_len,
+            seed=self.seed,
+            num_samples=num_samples,
+            sequences=sequences,
+            split_name=name,
+            eod=source.eod,
+            eod_mask_loss=self.config.eod_mask_loss,
+            vocab_size=source.checked_vocab,
+            cache_dir=self.index_dir,
+        )
+
+
+def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[list[str], Tokenizer | None]:
+    """The prefixes of all paths, and the tokenizer if the config or the way they are made decides it."""
+    demo_vocab = min(vocab_size or DEMO_VOCAB_SIZE, DEMO_VOCAB_SIZE)
+    if not config.paths:
+        demo = prepare_demo(cache, vocab_size=demo_vocab, tokenizer=config.tokenizer)
+        return [str(demo.prefix)], load_tokenizer(demo.tokenizer)
+    texts = [p for p in config.paths if Path(p).suffix in TEXT_SUFFIXES]
+    name = config.tokenizer
+    if texts and not name:
+        name = prepare_demo(cache, vocab_size=demo_vocab).tokenizer
+    tokenizer = load_tokenizer(name) if name else None
+    prefixes = [
+        str(_tokenised(Path(p), name, tokenizer.fingerprint, config.json_key, cache))
+        if tokenizer is not None and p in texts
+        else _existing(p)
+        for p in config.paths
+    ]
+    return prefixes, tokenizer
+
+
+def _existing(path: str) -> str:
+    prefix = strip_suffix(path)
+    if not Path(prefix + ".idx").is_file():
+        kind = "is not a text file that is understood" if Path(path).exists() else "does not exist"
+        raise FileNotFoundError(
+            f"data.paths: {path} {kind}, and there is no {prefix}.idx;"
+            f" give a {' or '.join(TEXT_SUFFIXES)} file or the PREFIX of a .bin/.idx pair"
+        )
+    return prefix
+
+
+def _tokenised(path: Path, name: str, fingerprint: str, json_key: str, cache: Path) -> Path:
+    """The prefix of a text file's tokens in the cache; they are made on first use."""
+    if not path.is_file():
+        raise FileNotFoundError(f"data.paths: {path} does not exist")
+    stat = path.stat()
+    with open(path, "rb") as file:
+        head = file.read(_EDGE)
+        file.seek(max(0, stat.st_size - _EDGE))
+        tail = file.read(_EDGE)
+    settings = {
+        "recipe": TEXT_RECIPE, "size": stat.st_size, "modified": stat.st_mtime_ns, "suffix": path.suffix,
+        "tokenizer": fingerprint, "json_key": json_key, "edges": [key_of({"edge": repr(e)}) for e in (head, tail)],
+    }  # fmt: skip
+
+    def build(scratch: Path) -> None:
+        log.info("tokenising %s (%.1f MB)", path, stat.st_size / 1e6)
+        preprocess([path], scratch / "tokens", name, options=TextOptions(json_key=json_key))
+
+    return build_once(cache / f"text-{key_of(settings)}", build) / "tokens"
+
+
+def _recorded_tokenizer(data: list[IndexedDataset]) -> Tokenizer | None:
+    """The tokenizer that the side file of the first data names, if it is still there and still the same."""
+    record = (data[0].side_file() or {}).get("tokenizer") or {}
+    try:
+        tokenizer = load_tokenizer(record["name"])
+    except (KeyError, OSError, ValueError):
+        return None
+    return tokenizer if tokenizer.fingerprint == record.get("fingerprint") else None
+
+
+def _checked_source(data: IndexedDataset, tokenizer: Tokenizer | None, vocab_size: int | None) -> _Source:
+    """Compares the vocabularies of the data, the tokenizer and the model; ValueError when ids would not fit."""
+    side = data.side_file() or {}
+    record = side.get("tokenizer") or {}
+    if data.dtype.kind == "f":
+        raise FormatError(f"{data.prefix} holds {data.dtype.name}, which are not token ids")
+    if tokenizer is not None and record.get("fingerprint") not in (None, tokenizer.fingerprint):
+        raise ValueError(
+            f"{data.prefix} was made with another tokenizer ({record.get('name')}, {record.get('vocab_size')} ids)"
+            f" than data.tokenizer ({tokenizer.vocab_size} ids)"
+        )
+    known = tokenizer.vocab_size if tokenizer is not None else record.get("vocab_size")
+    if vocab_size is not None and known is not None and known != vocab_size:
+        _compare_vocabularies(data.prefix, known, vocab_size)
+    limit = min((n for n in (known, vocab_size) if n is not None), default=None)
+    largest = side.get("largest_id")
+    if largest is None and data.bin_path.stat().st_size <= _SCAN_LIMIT:
+        largest = data.largest_id()
+    if limit is not None and largest is not None and largest >= limit:
+        owner = "the tokenizer" if limit == known else "model.vocab_size"
+        raise ValueError(f"{data.prefix} has token id {largest}, but {owner} has {limit} entries")
+    eod = tokenizer.eod if tokenizer is not None else record.get("eod")
+    identity = {"sha256": side.get("sha256"), "dtype": data.dtype.str}
+    return _Source(data=data, eod=eod, checked_vocab=limit if largest is None else None, record=identity)
+
+
+def _compare_vocabularies(prefix: str, known: int, vocab_size: int) -> None:
+    if known > vocab_size:
+        raise ValueError(
+            f"model.vocab_size={vocab_size} is smaller than the {known} ids of the tokenizer of {prefix};"
+            f" set model.vocab_size={known}"
+        )
+    log.warning(
+        "warning: model.vocab_size=%d, but the tokenizer of %s has %d ids: the other entries are never used",
+        vocab_size, prefix, known,
+    )  # fmt: skip

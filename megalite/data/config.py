@@ -1,0 +1,63 @@
+"""The data section of a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.data.blended import normalise_weights
+from megalite.data.gpt_index import split_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What a run reads, and how it becomes samples."""
+
+    paths: tuple[str, ...] = ()
+    """Token files (PREFIX of .bin/.idx) or text files (.jsonl, .txt); none: the embedded demo corpus."""
+    blend: tuple[float, ...] = ()
+    """Share of samples drawn from each path; by default in proportion to their tokens."""
+    tokenizer: str = ""
+    """Sentencepiece .model, Hugging Face tokenizer.json, or "byte"; by default the one recorded with the data (token
+    files) or the demo tokenizer (text)."""
+    json_key: str = "text"
+    """Key of the text in .jsonl files."""
+    seq_len: int = 128
+    """Tokens in a sample."""
+    split: str = "98,2,0"
+    """Weights of training, validation and test documents, in file order."""
+    num_samples: int | None = None
+    """Samples that the training order is built for; by default as many as the run needs. Fix it to make runs of
+    different lengths prefixes of each other."""
+    eod_mask_loss: bool = False
+    """Leave out the loss of the first token after the end of a document."""
+    cache_dir: str = ""
+    """Where tokenised text and index files are kept; by default ~/.cache/megalite."""
+    pack: str = "concat"
+    """How documents fill a sample; only concat (end to end) is built."""
+    reset_attention: bool = False
+    """Keep attention inside a document (not built yet)."""
+    reset_positions: bool = False
+    """Restart positions at each document (not built yet)."""
+
+
+def problems(config: DataConfig) -> list[str]:
+    """Everything in `config` that cannot work, without touching any file."""
+    found: list[str] = []
+    if config.seq_len < 1:
+        found.append(f"data.seq_len={config.seq_len} must be at least 1")
+    if config.num_samples is not None and config.num_samples < 1:
+        found.append(f"data.num_samples={config.num_samples} must be at least 1")
+    if config.blend and len(config.blend) != len(config.paths):
+        found.append(f"data.blend has {len(config.blend)} weights for {len(config.paths)} data.paths")
+    try:
+        split_ranges(config.split, 1)
+        if config.blend:
+            normalise_weights(config.blend)
+    except ValueError as error:
+        found.append(str(error))
+    if config.pack != "concat":
+        found.append(f"data.pack={config.pack!r} is not available; it can be 'concat'")
+    for name in ("reset_attention", "reset_positions"):
+        if getattr(config, name):
+            found.append(f"data.{name}=True is not available yet; it can be False")
+    return found

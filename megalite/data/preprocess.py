@@ -1,0 +1,314 @@
+"""Text files to token files: reading jsonl and txt, encoding in worker processes, writing atomically."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.indexed import IndexedWriter, token_dtype
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+
+TEXT_SUFFIXES = (".jsonl", ".txt")
+PIECE_BYTES = 64 << 10
+"""A longer txt document is cut at its next blank line, so that workers, shuffle and splits have something to share."""
+_BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
+_BINARY_FORMATS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+_BOM = b"\xef\xbb\xbf"
+
+
+class TextError(ValueError):
+    """A text that cannot be used; the message begins with file:line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How texts become documents."""
+
+    json_key: str = "text"
+    """The key of the text in each line of a .jsonl file."""
+    on_error: str = "fail"
+    """What a broken line does: fail, or skip (counted)."""
+    keep_blank: bool = False
+    """Keep blank texts as Megatron does: an empty one is a document without tokens."""
+    append_eod: bool = True
+    """End each document with the tokenizer's end-of-document id."""
+
+
+@dataclass
+class Totals:
+    """What has been read and written."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes_read: int = 0
+    blank: int = 0
+    """Blank texts, left out unless keep_blank."""
+    broken: int = 0
+    """Lines skipped under on_error=skip."""
+    replaced: int = 0
+    """Lone surrogates replaced by U+FFFD."""
+
+
+class Piece(NamedTuple):
+    """One line of a .jsonl file, or (a part of) one document of a .txt file, still undecoded."""
+
+    place: str
+    data: bytes
+    is_json: bool
+    is_end: bool
+    """Whether a document ends with it."""
+
+
+class Encoded(NamedTuple):
+    """A batch of documents as ids, and what was found on the way."""
+
+    tokens: NDArray[Any]
+    lengths: list[int]
+    """Tokens of each document."""
+    problems: list[str]
+    blank: int
+    replaced: int
+    bytes_read: int
+
+
+def read_pieces(path: str | Path) -> Iterator[Piece]:
+    """The documents of a .jsonl (one a line) or .txt file (separated by form feeds), in order.
+
+    Raises ValueError for other formats, recognised by their first bytes, FileNotFoundError for a missing file.
+    """
+    path = Path(path)
+    if path.suffix not in TEXT_SUFFIXES:
+        raise ValueError(f"{path}: expected a {' or '.join(TEXT_SUFFIXES)} file")
+    with open(path, "rb") as file:
+        head = file.read(4)
+        for magic, name in _BINARY_FORMATS.items():
+            if head.startswith(magic):
+                raise ValueError(f"{path} is a {name} file; unpack it to {' or '.join(TEXT_SUFFIXES)} first")
+        file.seek(0)
+        if file.read(3) != _BOM:
+            file.seek(0)
+        yield from _json_lines(path, file) if path.suffix == ".jsonl" else _text_pieces(path, file)
+
+
+def _json_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Piece]:
+    for number, line in enumerate(lines, start=1):
+        if not line.isspace():
+            yield Piece(f"{path}:{number}", line, True, True)
+
+
+def _text_pieces(path: Path, lines: Iterable[bytes]) -> Iterator[Piece]:
+    begin, held, size = 1, list[bytes](), 0
+    for number, line in enumerate(lines, start=1):
+        *ended, line = line.split(b"\f")
+        for part in ended:
+            yield Piece(f"{path}:{begin}", b"".join((*held, part)), False, True)
+            begin, held, size = number, [], 0
+        held.append(line)
+        size += len(line)
+        if size >= PIECE_BYTES and line.isspace():
+            yield Piece(f"{path}:{begin}", b"".join(held), False, False)
+            begin, held, size = number + 1, [], 0
+    if held:
+        yield Piece(f"{path}:{begin}", b"".join(held), False, True)
+
+
+def piece_text(piece: Piece, json_key: str) -> str:
+    """The text of a piece; TextError with its place when there is none."""
+    try:
+        text = piece.data.decode()
+    except UnicodeDecodeError as error:
+        raise TextError(f"{piece.place}: byte {error.start} is not UTF-8 ({error.reason})") from error
+    if not piece.is_json:
+        return text
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise TextError(f"{piece.place}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise TextError(f"{piece.place}: expected a JSON object, found {type(record).__name__}")
+    if json_key not in record:
+        raise TextError(f"{piece.place}: no key {json_key!r}; keys are {', '.join(map(repr, record)) or 'none'}")
+    value = record[json_key]
+    if not isinstance(value, str):
+        raise TextError(f"{piece.place}: {json_key!r} is {type(value).__name__}, expected text")
+    return value
+
+
+class Encoder:
+    """Turns batches of pieces into ids."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions):
+        self.tokenizer, self.options = tokenizer, options
+        self.dtype = token_dtype(tokenizer.vocab_size)
+
+    def encode(self, batch: Sequence[Piece]) -> Encoded:
+        """The ids of a batch; the first broken piece raises TextError under on_error=fail."""
+        ids: list[int] = []
+        lengths: list[int] = []
+        problems: list[str] = []
+        blank = replaced = 0
+        for piece in batch:
+            try:
+                text = piece_text(piece, self.options.json_key)
+            except TextError as error:
+                if self.options.on_error != "skip":
+                    raise
+                problems.append(str(error))
+                continue
+            if not text or text.isspace():
+                blank += 1
+                if not self.options.keep_blank:
+                    continue
+            clean = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if _has_surrogate(text) else text
+            replaced += clean is not text
+            before = len(ids)
+            ids += self.tokenizer.encode(clean)
+            if self.options.append_eod and piece.is_end and len(ids) > before:
+                ids.append(self.tokenizer.eod)
+            lengths.append(len(ids) - before)
+        tokens = np.array(ids, dtype=self.dtype)
+        return Encoded(tokens, lengths, problems, blank, replaced, sum(len(p.data) for p in batch))
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def preprocess(
+    inputs: Sequence[str | Path],
+    prefix: str | Path,
+    tokenizer_name: str,
+    *,
+    options: TextOptions | None = None,
+    workers: int = 1,
+    overwrite: bool = False,
+    progress: Callable[[Totals], None] | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Totals:
+    """Writes the documents of `inputs`, in order, to PREFIX.bin/.idx/.json; the result does not depend on `workers`.
+
+    `progress` is called after each batch, `report` with each line skipped. Nothing is left behind on failure. Raises TextError
+    for a broken text, ValueError when there is no document at all, FileExistsError without `overwrite`.
+    """
+    options = options or TextOptions()
+    tokenizer = load_tokenizer(tokenizer_name)
+    totals = Totals()
+    writer = IndexedWriter(
+        prefix, dtype=token_dtype(tokenizer.vocab_size), vocab_size=tokenizer.vocab_size, overwrite=overwrite
+    )
+    try:
+        pieces = (piece for path in inputs for piece in read_pieces(path))
+        with _encoded(_batches(pieces), tokenizer, tokenizer_name, options, workers) as results:
+            for encoded in results:
+                _write(writer, encoded, totals)
+                for problem in encoded.problems if report else ():
+                    report(problem)
+                if progress:
+                    progress(totals)
+        if not totals.tokens:
+            raise ValueError(f"no documents in {', '.join(map(str, inputs))} ({totals.blank} blank, {totals.broken} broken)")
+        writer.finish(tokenizer=tokenizer_record(tokenizer, tokenizer_name))
+    except BaseException:
+        writer.abort()
+        raise
+    return totals
+
+
+def tokenizer_record(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    """What a side file says about the tokenizer."""
+    place = name if name == "byte" else os.path.abspath(name)
+    return {
+        "name": place,
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+
+
+def _write(writer: IndexedWriter, encoded: Encoded, totals: Totals) -> None:
+    lengths = [n for n in encoded.lengths if n]
+    writer.add_documents(encoded.tokens, lengths, [int(n > 0) for n in encoded.lengths])
+    totals.documents, totals.tokens = writer.num_documents, writer.num_tokens
+    totals.bytes_read += encoded.bytes_read
+    totals.blank += encoded.blank
+    totals.broken += len(encoded.problems)
+    totals.replaced += encoded.replaced
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.data)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _encoded(
+    batches: Iterable[list[Piece]], tokenizer: Tokenizer, name: str, options: TextOptions, workers: int
+) -> Iterator[Iterator[Encoded]]:
+    """The encoded batches in order, by `workers` processes (1: by this one); a dead worker raises."""
+    if workers == 1:
+        yield map(Encoder(tokenizer, options).encode, batches)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(name, options))
+    try:
+        yield _in_order(pool, batches, limit=3 * workers)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[list[Piece]], limit: int) -> Iterator[Encoded]:
+    """Results in input order, with at most `limit` batches in memory."""
+    pending: collections.deque[Future[Encoded]] = collections.deque()
+    for batch in batches:
+        pending.append(pool.submit(_encode_in_worker, batch))
+        if len(pending) >= limit:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+_worker: Encoder | None = None  # one per worker process, set by its initializer
+
+
+def _start_worker(name: str, options: TextOptions) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = Encoder(load_tokenizer(name), options)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_in_worker(batch: list[Piece]) -> Encoded:
+    assert _worker is not None
+    return _worker.encode(batch)

@@ -1,0 +1,157 @@
+"""Global batches: which samples a step consumes, and this rank's share of them as micro-batches."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalite.batch import MicroBatch
+from megalite.data.gpt_dataset import Sample, SampleSource
+
+FINGERPRINT_MODULUS = 1 << 48
+"""Fingerprints are added modulo this, so that int64 sums over 32768 ranks and JSON readers stay exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalBatch:
+    """This data-parallel rank's part of one global batch."""
+
+    microbatches: list[MicroBatch]
+    """In the order in which they run."""
+    num_valid_tokens: int
+    """Labels that count, over these micro-batches."""
+    fingerprint: int
+    """Sum of the hashes of these samples (content and absolute number) modulo FINGERPRINT_MODULUS."""
+
+    def totals(self) -> Tensor:
+        """int64 [2]: valid tokens and fingerprint, to be summed over the data-parallel ranks."""
+        return torch.tensor([self.num_valid_tokens, self.fingerprint], dtype=torch.int64)
+
+
+def fold_fingerprint(total: int) -> int:
+    """The fingerprint of the global batch from the sum over data-parallel ranks; equal in every layout."""
+    return total % FINGERPRINT_MODULUS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatches:
+    """Cuts a dataset into global batches and takes one data-parallel rank's share of each.
+
+    Step k consumes the `global_batch_size` samples from `consumed` (by default k x global_batch_size) on. Micro-batch j
+    of rank r holds the `micro_batch_size` samples at j x micro_batch_size x dp_size + r x micro_batch_size, so the
+    global batch is the same whatever dp_size and micro_batch_size are. A pure function of the sample number: there
+    is no state to save. Raises ValueError when the sizes do not divide.
+    """
+
+    dataset: SampleSource
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.global_batch_size, self.micro_batch_size) < 1:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} and micro_batch_size={self.micro_batch_size}"
+                " must be at least 1"
+            )
+        assert 0 <= self.dp_rank < self.dp_size, f"rank {self.dp_rank} of {self.dp_size}"
+        if self.global_batch_size % self.rows_at_once:
+            good = [m for m in range(1, self.global_batch_size + 1) if self.global_batch_size % (m * self.dp_size) == 0]
+            fix = f"micro_batch_size can be {', '.join(map(str, good))}" if good else "no micro_batch_size fits this dp"
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} is not divisible by micro_batch_size * dp ="
+                f" {self.micro_batch_size} * {self.dp_size} = {self.rows_at_once}; {fix}"
+            )
+
+    @property
+    def rows_at_once(self) -> int:
+        """Samples in micro-batch j of all data-parallel ranks together."""
+        return self.micro_batch_size * self.dp_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one rank in a step."""
+        return self.global_batch_size // self.rows_at_once
+
+    def sample_numbers(self, step: int, consumed: int | None = None) -> NDArray[np.int64]:
+        """int64 [num_microbatches, micro_batch_size]: the absolute numbers of this rank's samples."""
+        first = step * self.global_batch_size if consumed is None else consumed
+        starts = np.arange(self.num_microbatches, dtype=np.int64) * self.rows_at_once
+        mine = self.dp_rank * self.micro_batch_size + np.arange(self.micro_batch_size, dtype=np.int64)
+        return first + starts[:, None] + mine[None, :]
+
+    def load(self, step: int, consumed: int | None = None) -> LocalBatch:
+        """The micro-batches of a step, with what the ranks must add up before it; IndexError beyond the data."""
+        numbers = self.sample_numbers(step, consumed)
+        end = int(numbers[0, 0]) - self.dp_rank * self.micro_batch_size + self.global_batch_size
+        if end > len(self.dataset):
+            raise IndexError(
+                f"step {step} needs samples up to {end}, the dataset has {len(self.dataset)}; ask for more samples"
+            )
+        loaded = [self._microbatch(row, step) for row in numbers]
+        return LocalBatch(
+            microbatches=[batch for batch, _ in loaded],
+            num_valid_tokens=sum(int(batch.loss_mask.count_nonzero()) for batch, _ in loaded),
+            fingerprint=fold_fingerprint(sum(fingerprint for _, fingerprint in loaded)),
+        )
+
+    def microbatches(self, step: int, consumed: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of a step in the order in which they run."""
+        return self.load(step, consumed).microbatches
+
+    def _microbatch(self, numbers: NDArray[np.int64], step: int) -> tuple[MicroBatch, int]:
+        samples = [self.dataset[i] for i in numbers.tolist()]
+        batch = MicroBatch(
+            tokens=_columns([s.tokens for s in samples]),
+            labels=_columns([s.labels for s in samples]),
+            loss_mask=_columns([s.loss_mask for s in samples]),
+            positions=_columns([s.positions for s in samples]),
+            samples=torch.from_numpy(numbers.copy()),
+            step=step,
+        )
+        hashes = (sample_hash(number, sample) for number, sample in zip(numbers.tolist(), samples, strict=True))
+        return batch, sum(hashes)
+
+
+def _columns(rows: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
+    """Rows of s as a contiguous [s, b] tensor."""
+    return torch.from_numpy(np.stack(rows, axis=1))
+
+
+def sample_hash(number: int, sample: Sample) -> int:
+    """A 48-bit hash of a sample's tokens and labels and of its absolute number in the run."""
+    digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=6)
+    digest.update(np.ascontiguousarray(sample.tokens))
+    digest.update(np.ascontiguousarray(sample.labels))
+    return int.from_bytes(digest.digest(), "little")
+
+
+class RaggedMasks:
+    """A dataset whose loss masks are ragged: a tool for proofs that nothing depends on how valid tokens are spread.
+
+    Each sample keeps the labels of a random run of random length, and one in eight keeps none at all; what is
+    kept is a function of (seed, sample) alone.
+    """
+
+    def __init__(self, dataset: SampleSource, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        sample = self.dataset[i]
+        size = len(sample.loss_mask)
+        digest = hashlib.blake2b(f"{self.seed} {i}".encode(), digest_size=24).digest()
+        empty, begin, length = (int.from_bytes(digest[k : k + 8], "little") for k in (0, 8, 16))
+        mask = np.zeros_like(sample.loss_mask)
+        if empty % 8:
+            kept = slice(begin := begin % size, begin + 1 + length % size)
+            mask[kept] = sample.loss_mask[kept]
+        return sample._replace(loss_mask=mask)
