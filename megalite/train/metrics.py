@@ -1,0 +1,138 @@
+"""What is recorded of a step, and how its speed is measured."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+DETERMINISTIC_FIELDS = (
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "samples", "loss_tokens", "sample_fingerprint", "skipped",
+)  # fmt: skip
+"""Fields that are a function of config and seed: bit-equal when a run is repeated or resumed in its layout."""
+
+TIMING_FIELDS = ("tokens_per_second", "step_seconds", "tflops_per_second", "mfu", "peak_memory_mb")
+"""Fields that depend on the machine and the moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One row of metrics.jsonl."""
+
+    step: int
+    """Optimizer steps done, this one included: the first row is step 1."""
+    loss: float
+    """Mean loss over the valid tokens of the global batch, before the update."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    learning_rate: float
+    """The learning rate of this update."""
+    tokens: int
+    """Tokens consumed since step 1: samples x seq_len, whatever the layout."""
+    samples: int
+    """Samples consumed since step 1: steps x global_batch_size."""
+    loss_tokens: int
+    """Tokens of this global batch that count in the loss."""
+    sample_fingerprint: int
+    """A hash of which samples the global batch holds."""
+    skipped: bool
+    """Whether the update was left out because the gradient was not finite."""
+    tokens_per_second: float
+    """Tokens of this step / step_seconds, over all ranks."""
+    step_seconds: float
+    """From the end of the step before to the end of this one, less evaluation and checkpoints."""
+    tflops_per_second: float
+    """Model TFLOP/s per rank: forward and backward, nothing that is computed twice (megalite.train.flops)."""
+    mfu: float | None
+    """tflops_per_second / the peak of the device; left out where the peak is not known."""
+    peak_memory_mb: float
+    """Most memory that rank 0 has held so far, in MiB: CUDA allocations, or the process's resident set on the CPU."""
+
+    def row(self) -> dict[str, int | float | bool | None]:
+        """The JSON object of this step; numbers that JSON cannot hold (nan, infinity) become null."""
+        row = asdict(self)
+        if self.mfu is None:
+            del row["mfu"]
+        return {name: None if _is_not_finite(value) else value for name, value in row.items()}
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long some tokens took."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over the time that these same tokens took."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Meter:
+    """Times steps with an injected clock.
+
+    A step lasts from the end of the one before (or from `start`) to its own end; what happens inside `paused`
+    (evaluation, checkpoints) belongs to no step. The first step since `start` pays for warm-up: it has its own
+    speed but is in neither `recent` nor `average`. Nothing is carried over from before a resume.
+    """
+
+    def __init__(self, tokens_per_step: int, *, clock: Callable[[], float] = time.perf_counter, window: int = 20):
+        self._tokens, self._clock = tokens_per_step, clock
+        self._steps: deque[float] = deque(maxlen=window)
+        self._mark = clock()
+        self._num_steps, self._num_timed, self._timed_seconds = 0, 0, 0.0
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._mark = self._clock()
+
+    def step(self) -> Speed:
+        """A step has ended; returns its speed."""
+        now = self._clock()
+        seconds, self._mark = now - self._mark, now
+        if self._num_steps > 0:
+            self._steps.append(seconds)
+            self._num_timed += 1
+            self._timed_seconds += seconds
+        self._num_steps += 1
+        return Speed(self._tokens, seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that belongs to no step."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._mark += self._clock() - begin
+
+    @property
+    def recent(self) -> Speed | None:
+        """The last steps (median, so that one hiccup does not show), or None before the second step."""
+        return Speed(self._tokens, statistics.median(self._steps)) if self._steps else None
+
+    @property
+    def average(self) -> Speed | None:
+        """All steps since `start` but the first, or None before the second step."""
+        return Speed(self._num_timed * self._tokens, self._timed_seconds) if self._num_timed else None
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory this process has held so far, in MiB: on CUDA what the allocator gave out, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    per_mib = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there and in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / per_mib

@@ -1,0 +1,208 @@
+"""The run folder: what a run leaves behind, and the rules for continuing in it.
+
+    config.yaml               the merged config; itself a valid --config
+    metrics.jsonl             one JSON object a step
+    validation.jsonl          one JSON object an evaluation
+    log.txt                   what the run said
+    checkpoints/step_00000010/, checkpoints/latest
+    tensorboard/, profile/
+
+Only rank 0 writes here (checkpoints apart), and it writes nothing before the run begins, so that a run that fails
+while it is being built leaves no folder to clean up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megalite.mpu import ParallelState
+from megalite.train.logs import RunLog
+
+logger = logging.getLogger("megalite")
+
+
+class RunFolderError(ValueError):
+    """The run folder cannot be used as asked; the message says what to do."""
+
+
+class JsonLines:
+    """A file of one JSON object a line, appended to; floats keep full precision.
+
+    Each line reaches the operating system at once, so a killed process loses nothing; `sync` brings it to disk.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Writes one row."""
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Waits until everything written is on disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Writes no more."""
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file up to the first one that is not whole; none when there is no file."""
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Drops the rows after `step`, and a torn last line, by replacing the file at once; returns the last step kept.
+
+    Kept lines stay byte for byte. Returns 0 when no row is left.
+    """
+    lines, last = [], 0
+    for line in _whole_lines(path):
+        row_step = json.loads(line)["step"]
+        if row_step <= step:
+            lines.append(line)
+            last = row_step
+    if path.exists():
+        replace_text(path, "".join(lines))
+    return last
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes `text` to `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Lines that end in a newline and hold an object with a step, up to the first that does not."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if not (line.endswith("\n") and _is_row(line)):
+            break
+        lines.append(line)
+    return lines
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line)["step"], int)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class RunFolder:
+    """The places in one run's folder. `is_writer` says whether this process is the one that writes."""
+
+    def __init__(self, path: str | Path, *, is_writer: bool = True, write_config: Callable[[Path], None] | None = None):
+        self.path, self.is_writer, self._write_config = Path(path), is_writer, write_config
+        self.config_file = self.path / "config.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.validation_file = self.path / "validation.jsonl"
+        self.log_file = self.path / "log.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.profile = self.path / "profile"
+        self._log: RunLog | None = None
+
+    @staticmethod
+    def open(
+        path: str | Path,
+        mpu: ParallelState,
+        *,
+        resume: str,
+        read_only: bool = False,
+        console: Console,
+        write_config: Callable[[Path], None],
+    ) -> RunFolder:
+        """The folder for a run that resumes from `resume` (none, auto or a checkpoint); every rank calls this.
+
+        read_only: the run will not write here (evaluation). write_config: writes the merged config to its argument.
+        Raises RunFolderError, on all ranks, when the folder is not empty and the run does not continue it. Changes
+        nothing on disk. From here to `close`, what rank 0 logs goes to `console` and, once the run begins, to log.txt.
+        """
+        folder = RunFolder(path, is_writer=mpu.world.is_first, write_config=write_config)
+        # Rank 0 alone looks: the others might see what it has begun to write.
+        problem = folder.problem(resume) if folder.is_writer and not read_only else None
+        problem = mpu.world.gather_objects(problem)[0]
+        if problem:
+            raise RunFolderError(problem)
+        if folder.is_writer:
+            folder._log = RunLog(console)
+        return folder
+
+    def problem(self, resume: str) -> str | None:
+        """Why a run may not use this folder, or None."""
+        if self.path.exists() and not self.path.is_dir():
+            return f"run folder {self.path} is a file; choose another --train.run-dir"
+        if self.is_empty or resume == "auto":
+            return None
+        if resume == "none":
+            return (
+                f"run folder {self.path} is not empty ({self._contents()});"
+                " continue that run with --train.resume auto, or choose another --train.run-dir"
+            )
+        if not Path(resume).resolve().is_relative_to(self.path.resolve()):
+            return (
+                f"run folder {self.path} is not empty ({self._contents()}) and --train.resume {resume} is not a"
+                " checkpoint of it; choose another --train.run-dir to branch off from that checkpoint"
+            )
+        return None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing here (hidden files apart), or no folder."""
+        return not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir())
+
+    def _contents(self) -> str:
+        rows = _whole_lines(self.metrics_file)
+        if rows:
+            return f"metrics up to step {json.loads(rows[-1])['step']}"
+        entries = sorted(entry.name for entry in self.path.iterdir())
+        return ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
+
+    def begin(self, step: int) -> None:
+        """Makes the folder, cuts the records back to `step` (where the run goes on) and writes the merged config.
+
+        Only the writer acts; on other ranks this does nothing.
+        """
+        if not self.is_writer:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        last = cut_back(self.metrics_file, step)
+        cut_back(self.validation_file, step)
+        if last < step and self.metrics_file.exists():
+            logger.warning("%s ends at step %d, the run goes on after step %d", self.metrics_file, last, step)
+        if self._write_config is not None:
+            self._write_config(self.config_file)
+        if self._log is not None:
+            self._log.write_to(self.log_file)
+
+    def close(self) -> None:
+        """Ends log.txt and leaves the console alone."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None

@@ -1,0 +1,239 @@
+"""The training loop: steps, evaluations and checkpoints in order, until the last step or a request to stop.
+
+The trainer knows no model. It drives a `Training` through `train_step`, keeps checkpoints and tells its callbacks what
+happened; everything that prints or writes is a callback.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megalite.nn.config import ModelConfig
+from megalite.train.callbacks import Callback
+from megalite.train.checkpoints import CheckpointSections, RunCheckpoints
+from megalite.train.failure import StopRequest
+from megalite.train.flops import workload_of
+from megalite.train.metrics import Meter, Speed, StepMetrics, peak_memory_mb
+from megalite.train.run_folder import RunFolder
+from megalite.train.step import StepResult, Training, evaluate, train_step
+
+logger = logging.getLogger("megalite")
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient norm of a step that was not skipped is nan or infinite."""
+
+
+class RunConfig(CheckpointSections, Protocol):
+    """The sections that the loop reads (megalite.config.Config has them all)."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture, for counting FLOPs."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Where the loop saves to and resumes from; every rank calls each method at the same time."""
+
+    def save(self, step: int) -> Path:
+        """Saves the state after `step` steps and makes it the latest; returns its folder once it is complete."""
+        ...
+
+    def find(self) -> Path | None:
+        """The checkpoint that `train.resume` means; None when the run begins at step 0."""
+        ...
+
+    def load(self, path: Path) -> int:
+        """Restores the state in folder `path`; returns the number of steps that it holds."""
+        ...
+
+    def load_start(self) -> Path | None:
+        """Takes over the state that a run at step 0 starts from, if it was told of one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Optimizer steps done, over all sessions."""
+    stopped_by: str | None = None
+    """The request that ended it early."""
+    validation_loss: float | None = None
+    """The last validation loss of this session."""
+
+
+class Trainer:
+    """Runs a training from step 0, or from the checkpoint that `train.resume` means, to `train.num_steps`.
+
+    folder: the run folder, opened (RunFolder.open). Every rank makes a Trainer and calls `run`. What it calls once a
+    step (`step_fn`) and at evaluations (`evaluate_fn`) can be exchanged for an experiment's own.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Training,
+        callbacks: Sequence[Callback] = (),
+        *,
+        folder: RunFolder,
+        checkpoints: Checkpoints | None = None,
+        stop: StopRequest | None = None,
+        meter: Meter | None = None,
+        step_fn: Callable[[Training, int], StepResult] = train_step,
+        evaluate_fn: Callable[[Training, int], float] = evaluate,
+    ):
+        self.config, self.training, self.callbacks = config, training, callbacks
+        self._folder = folder
+        self._checkpoints: Checkpoints = checkpoints or RunCheckpoints(config, training, folder.path)
+        self._stop = stop if stop is not None else StopRequest()
+        self._step_fn, self._evaluate_fn = step_fn, evaluate_fn
+        self._workload = workload_of(
+            config.model,
+            config.train,
+            seq_len=config.data.seq_len,
+            num_ranks=training.mpu.world.size,
+            device=training.device,
+        )
+        self._meter = meter if meter is not None else Meter(self._workload.tokens)
+        self._num_skipped = 0
+        self._saved_step: int | None = None
+        self._started_from: Path | None = None
+        self._validation_loss: float | None = None
+        self.step = 0
+
+    def run(self) -> Outcome:
+        """Trains; returns how it ended. An error leaves through here after the callbacks have closed their files."""
+        self._restore()
+        if self.config.train.eval_only:
+            self._evaluate_only()
+            return Outcome(self.step, validation_loss=self._validation_loss)
+        self._folder.begin(self.step)
+        try:
+            self._tell(lambda callback: callback.before_run(self.step))
+            with self._stop:
+                stopped_by = self._loop()
+        finally:
+            self._tell(lambda callback: callback.after_run(self.step))
+        self._report_end(stopped_by)
+        return Outcome(self.step, stopped_by, self._validation_loss)
+
+    def _restore(self) -> None:
+        """Brings the state to where the run begins or goes on."""
+        path, num_steps = self._checkpoints.find(), self.config.train.num_steps
+        if path is None:
+            self._started_from = self._checkpoints.load_start()
+            if self._started_from is not None:
+                logger.info("starting from the weights in %s", self._started_from)
+            return
+        self.step = self._saved_step = self._checkpoints.load(path)
+        logger.info("resumed from %s after step %d", path, self.step)
+        if self.step > num_steps and not self.config.train.eval_only:
+            raise ValueError(
+                f"checkpoint {path} is at step {self.step}, beyond train.num_steps={num_steps};"
+                " num_steps counts all steps of a run, also those before a resume"
+            )
+
+    def _evaluate_only(self) -> None:
+        if self._saved_step is None and self._started_from is None:
+            raise ValueError(
+                "train.eval_only found no weights: give --train.resume auto, or a checkpoint with --checkpoint.load"
+            )
+        loss = self._validation_loss = self._evaluate_fn(self.training, self.config.train.eval_steps)
+        logger.info("step %d | validation loss %.6f", self.step, loss)
+
+    def _loop(self) -> str | None:
+        """Steps until the end or a stop request, which is returned."""
+        self._meter.start()
+        stopped_by: str | None = None
+        while self.step < self.config.train.num_steps and stopped_by is None:
+            self._one_step()
+            stopped_by = self._stop.agreed(self.training.mpu.world)
+            if _is_due(self.step, self.config.train.eval_every):
+                self._evaluate()
+            if stopped_by or _is_due(self.step, self.config.checkpoint.every):
+                self._save()
+        if self._saved_step != self.step:
+            self._save()
+        return stopped_by
+
+    def _one_step(self) -> None:
+        self._tell(lambda callback: callback.before_step(self.step + 1))
+        result = self._step_fn(self.training, self.step)
+        self.step += 1
+        last = self._meter.step()
+        metrics = self._metrics(result, last)
+        self._tell(lambda callback: callback.after_step(metrics, self._meter.recent or last))
+        self._check_finite(metrics)
+
+    def _metrics(self, result: StepResult, speed: Speed) -> StepMetrics:
+        tflops = self._workload.flops / speed.seconds / self._workload.num_ranks / 1e12 if speed.seconds > 0 else 0.0
+        peak = self._workload.peak_tflops
+        return StepMetrics(
+            step=self.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            tokens=self.step * self._workload.tokens,
+            samples=self.step * self._workload.samples,
+            loss_tokens=result.num_tokens,
+            sample_fingerprint=result.sample_fingerprint,
+            skipped=result.skipped,
+            tokens_per_second=speed.tokens_per_second,
+            step_seconds=speed.seconds,
+            tflops_per_second=tflops,
+            mfu=tflops / peak if peak is not None else None,
+            peak_memory_mb=peak_memory_mb(self.training.device),
+        )
+
+    def _check_finite(self, metrics: StepMetrics) -> None:
+        """Never lets a non-finite step pass in silence: a skipped one is logged, any other ends the run unsaved."""
+        what = f"step {metrics.step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}"
+        if metrics.skipped:
+            self._num_skipped += 1
+            logger.warning("%s; the update was skipped (%d so far)", what, self._num_skipped)
+        elif not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            kept = f"the state after step {self._saved_step} is kept" if self._saved_step else "nothing was saved"
+            raise NonFiniteError(
+                f"{what}; {kept}. Lower optim.lr, raise optim.warmup_steps, or look at the data of this step"
+            )
+
+    def _evaluate(self) -> None:
+        with self._meter.paused():
+            loss = self._validation_loss = self._evaluate_fn(self.training, self.config.train.eval_steps)
+            self._tell(lambda callback: callback.after_evaluation(self.step, loss))
+
+    def _save(self) -> None:
+        with self._meter.paused():
+            path = self._checkpoints.save(self.step)
+            self._saved_step = self.step
+            self._tell(lambda callback: callback.after_checkpoint(self.step, path))
+
+    def _tell(self, moment: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks:
+            moment(callback)
+
+    def _report_end(self, stopped_by: str | None) -> None:
+        average = self._meter.average
+        if average is not None:
+            logger.info("%s tokens/s on average, without the first step", f"{average.tokens_per_second:,.0f}")
+        if self._num_skipped:
+            logger.warning("%d steps were skipped because their gradients were not finite", self._num_skipped)
+        if stopped_by and self.step < self.config.train.num_steps:
+            logger.warning(
+                "stopped by %s after step %d of %d; the state is saved, go on with --train.resume auto",
+                stopped_by, self.step, self.config.train.num_steps,
+            )  # fmt: skip
+        else:
+            logger.info("run complete: %d steps, files in %s", self.step, self._folder.path)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

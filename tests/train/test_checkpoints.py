@@ -1,0 +1,125 @@
+"""What a run keeps of its state, and when a checkpoint may be continued."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.checkpoint.config import CheckpointConfig
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.data.config import DataConfig
+from megalite.mpu import ParallelState
+from megalite.optim.config import OptimConfig
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel.data import DataParallel, Unit, main_grad
+from megalite.parallel.shard import name_parameters
+from megalite.parallel.wgrad import WeightGradQueue
+from megalite.train.checkpoints import ResumeError, RunCheckpoints
+from megalite.train.config import TrainConfig
+from megalite.train.step import Training
+from tests.train.fakes import FakeConfig
+
+
+def make(run_dir: Path, *, resume: str = "none", load: str | None = None, seed: int = 1, batch: int = 4):
+    """A bf16 linear layer under AdamW, so that there are master weights and moments, and its checkpoints."""
+    mpu = ParallelState.single()
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3, dtype=torch.bfloat16)
+    name_parameters(layer)
+    data_parallel = DataParallel([Unit("layer", list(layer.parameters()))], mpu, queue=WeightGradQueue())
+    optimizer = Optimizer(OptimConfig(weight_decay=0.1), [data_parallel], mpu)
+    training = SimpleNamespace(mpu=mpu, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer)
+    config = FakeConfig(
+        TrainConfig(seed=seed, global_batch_size=batch, resume=resume), CheckpointConfig(load=load), data=DataConfig()
+    )
+    return RunCheckpoints(config, cast(Training, training), run_dir), training
+
+
+def train(training: Any, steps: range) -> None:
+    for step in steps:
+        for i, parameter in enumerate(training.layer.parameters()):
+            main_grad(parameter).copy_(torch.arange(parameter.numel()).view(parameter.shape) % (step + 2) - i)
+        training.optimizer.step(0.01)
+
+
+def everything(training: Any) -> dict[str, list[Tensor]]:
+    tensors = {**training.data_parallels[0].state_tensors(), **training.optimizer.state_tensors()}
+    return {kind: [tensor.clone() for _, tensor in of_kind] for kind, of_kind in tensors.items()}
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    first, second = everything(a), everything(b)
+    assert first.keys() == second.keys() and {"parameter", "master"} < first.keys()
+    for kind, tensors in first.items():
+        assert all(torch.equal(x, y) for x, y in zip(tensors, second[kind], strict=True)), kind
+    assert a.optimizer.steps == b.optimizer.steps
+
+
+def test_a_resumed_run_is_bit_equal_to_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    _, whole = make(tmp_path)
+    train(whole, range(5))
+    checkpoints, first = make(tmp_path)
+    train(first, range(3))
+    checkpoints.save(3)
+    again, second = make(tmp_path, resume="auto")
+    train(second, range(1))  # whatever it was before
+    path = again.find()
+    assert path is not None and path == tmp_path / "checkpoints/step_00000003"
+    assert again.load(path) == 3
+    assert_equal(first, second)
+    train(second, range(3, 5))
+    assert_equal(whole, second)
+
+
+def test_resume_none_and_auto_without_a_checkpoint_begin_at_step_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path)[0].save(3)
+    assert make(tmp_path)[0].find() is None
+    assert caplog.text == ""
+    assert make(tmp_path / "empty", resume="auto")[0].find() is None
+    assert "no checkpoint to resume from: starting at step 0" in caplog.text
+
+
+def test_auto_finds_a_complete_checkpoint_whose_pointer_was_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make(tmp_path)[0].save(3)
+    (tmp_path / "checkpoints/latest").unlink()
+    assert make(tmp_path, resume="auto")[0].find() == path
+    assert "has no `latest`" in caplog.text
+
+
+def test_auto_does_not_pass_over_a_pointer_to_nothing(tmp_path: Path) -> None:
+    shutil.rmtree(make(tmp_path)[0].save(3))
+    with pytest.raises(CheckpointError, match="step_00000003, which is not there"):
+        make(tmp_path, resume="auto")[0].find()
+
+
+def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    checkpoints, _ = make(tmp_path, resume=str(tmp_path / "step_00000009"))
+    path = checkpoints.find()
+    assert path is not None
+    with pytest.raises(CheckpointError, match="neither a checkpoint"):
+        checkpoints.load(path)
+
+
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"batch": 8}])
+def test_another_seed_or_batch_cannot_continue_a_run(tmp_path: Path, changed: dict[str, Any]) -> None:
+    path = make(tmp_path)[0].save(3)
+    with pytest.raises(ResumeError, match=r"there, .* here.*--checkpoint.load"):
+        make(tmp_path, resume="auto", **changed)[0].load(path)
+
+
+def test_a_new_run_takes_over_the_state_of_another_one(tmp_path: Path) -> None:
+    checkpoints, old = make(tmp_path / "old")
+    train(old, range(3))
+    checkpoints.save(3)
+    fresh, new = make(tmp_path / "new", load=str(tmp_path / "old"), seed=2, batch=8)
+    assert fresh.find() is None and fresh.load_start() == tmp_path / "old"
+    assert_equal(old, new)
+    assert make(tmp_path / "new")[0].load_start() is None
