@@ -75,7 +75,7 @@ class TransformerLayer(nn.Module):
     def _add(self, y: Tensor, bias: Tensor | None, residual: Tensor, context: Context, site: Site) -> Tensor:
         """residual + dropout(y + bias)."""
         p = self.hidden_dropout if context.training else 0.0
-        key = dropout_key(context.seed, context.batch.step, layer_site(self.index, site)) if p else None
+        key = dropout_key(context.seed, context.batch.step, layer_site(self.index, site), y.device) if p else None
         return bias_dropout_add(y, bias, residual, p, key, context.token_index)
 
 
@@ -170,7 +170,8 @@ class Transformer(nn.Module):
     def _context(self, batch: MicroBatch) -> Context:
         rope = None
         if self.rotary_positions:
-            rope = rope_tables(batch.positions, self.config.head_size, self.config.rope_theta, self.hidden_dtype)
+            wide = torch.promote_types(self.hidden_dtype, torch.float32)
+            rope = rope_tables(batch.positions, self.config.head_size, self.config.rope_theta, wide)
         index = sequence_part(batch.token_index, self.mpu.tp, self.sequence_parallel)
         return Context(batch=batch, token_index=index, rope=rope, seed=self.seed, training=self.training)
 
@@ -179,8 +180,8 @@ class Transformer(nn.Module):
         x = self.embedding(context.batch.tokens)
         if self.positions is not None:
             x = x + self.positions(context.batch.positions)
-        if self.config.hidden_dropout > 0.0 and self.training and self.learned_positions:
-            key = dropout_key(self.seed, context.batch.step, EMBEDDING_SITE)
+        if self.config.hidden_dropout > 0.0 and self.training:
+            key = dropout_key(self.seed, context.batch.step, EMBEDDING_SITE, x.device)
             x = dropout(x, self.config.hidden_dropout, key, context.token_index)
         return x
 
@@ -211,7 +212,7 @@ class Transformer(nn.Module):
             taken.update(parameters)
             if parameters:
                 units.append(Unit(name, parameters))
-        return [Unit("tied", tied), *units] if tied else units
+        return [Unit("tied", tied, tied=True), *units] if tied else units
 
     def _shared_weights(self) -> list[nn.Parameter]:
         if self.embedding is not None:

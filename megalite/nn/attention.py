@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from megalite.kernels.attention import attention
+from megalite.kernels.attention import AttentionDropout, attention, resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.rope import apply_rope
@@ -49,7 +49,7 @@ class ParallelAttention(nn.Module):
             raise ValueError("\n".join(problems))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
         self.scale = 1.0 / math.sqrt(config.head_size)
-        self.backend = kernels.attention
+        self.choice = kernels.attention
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         kv = OutputPart(config.kv_heads, config.head_size, _kv_replicas(mpu, config.kv_heads))
@@ -83,14 +83,15 @@ class ParallelAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[s, b, heads, d] each -> [s, b, heads, d]."""
-        dropout = self.dropout if context.training else 0.0
-        key = None
-        if dropout > 0.0:
-            key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS))
-        return attention(
-            q, k, v, scale=self.scale, backend=self.backend, dropout_p=dropout, dropout_key=key,
-            head_offset=self.first_head, samples=context.batch.samples,
-        )  # fmt: skip
+        p = self.dropout if context.training else 0.0
+        backend = resolve_attention(self.choice, device=q.device, dtype=q.dtype, dropout=p, seq_len=q.shape[0])
+        dropout = None
+        if p > 0.0:
+            key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), q.device)
+            dropout = AttentionDropout(
+                p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head
+            )
+        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout)
 
 
 def _kv_replicas(mpu: ParallelState, kv_heads: int) -> Axis | None:

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from megalite.kernels.activation import gelu, swiglu
+from megalite.kernels.activation import gelu, swiglu_packed
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -50,8 +50,7 @@ class ParallelMLP(nn.Module):
 
     def activation(self, x: Tensor) -> Tensor:
         """[s, b, sum of parts] -> [s, b, ffn / tp]."""
-        gate, up = x.split(self.fc1.sizes, dim=-1)
-        return swiglu(gate, up)
+        return swiglu_packed(x)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Returns the output and the bias still to be added."""

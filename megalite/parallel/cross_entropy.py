@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.cross_entropy import LossTerms, ce_grad_, ce_loss, ce_stats
+from megalite.kernels.cross_entropy import CrossEntropyConfig, ce_grad_, ce_loss, ce_stats, merge_ce_stats
 from megalite.kernels.linear import accumulate_weight_grad
 from megalite.mpu import Axis
 from megalite.parallel.shard import even_cut
@@ -40,31 +40,26 @@ class VocabCut:
         return max(1, _CHUNK_ELEMENTS // math.ceil(self.vocab_size / self.axis.size))
 
 
-def _global_stats(stats: Tensor, axis: Axis) -> Tensor:
-    """Merges per-shard statistics [4, n] = (max, sum of exp(x - max), target logit, sum of logits) over the axis."""
-    if axis.size == 1:
-        return stats
-    each = axis.all_gather(stats).view(axis.size, *stats.shape)
-    peak = each[:, 0].amax(0)
-    total = (each[:, 1] * torch.exp(each[:, 0] - peak)).sum(0)
-    return torch.stack((peak, total, each[:, 2].sum(0), each[:, 3].sum(0)))
+def _merged(stats: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Global (lse, target logit, sum of logits), [n] each, from this rank's statistics [4, n]."""
+    return merge_ce_stats(axis.all_gather(stats).view(axis.size, *stats.shape))
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Per-row loss of logits [n, vocab_local]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, cut: VocabCut, terms: LossTerms) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, cut: VocabCut, terms: CrossEntropyConfig) -> Tensor:
         local = cut.local(labels)
-        stats = _global_stats(ce_stats(logits, local), cut.axis)
-        ctx.save_for_backward(logits, local, stats)
+        lse, target, total = _merged(ce_stats(logits, local, terms), cut.axis)
+        ctx.save_for_backward(logits, local, lse)
         ctx.terms = terms
-        return ce_loss(stats, terms)
+        return ce_loss(lse, target, total, terms)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, local, stats = ctx.saved_tensors
-        return ce_grad_(logits.clone(), local, stats, grads[0], ctx.terms), None, None, None
+        logits, local, lse = ctx.saved_tensors
+        return ce_grad_(logits.clone(), local, lse, grads[0], ctx.terms), None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -89,7 +84,7 @@ def vocab_parallel_cross_entropy(
             f"logits have {logits.shape[-1]} columns, but rank {axis.rank} of {axis.size} holds {length} of"
             f" vocab_size={vocab_size}; pass the cut logits, or axis=ParallelState.single().tp for gathered ones"
         )
-    terms = LossTerms(vocab_size, label_smoothing, z_loss)
+    terms = CrossEntropyConfig(vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss)
     flat = logits.reshape(-1, logits.shape[-1])
     return _CrossEntropy.apply(flat, labels.reshape(-1), VocabCut(vocab_size, axis), terms).view(labels.shape)
 
@@ -109,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         mask: Tensor,
         cut: VocabCut,
-        terms: LossTerms,
+        terms: CrossEntropyConfig,
         queue: WeightGradQueue,
     ) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
@@ -119,15 +114,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = torch.zeros_like(weight, dtype=wide) if wants_dw else None
         local = cut.local(labels)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        for rows in torch.arange(hidden.shape[0]).split(cut.chunk_rows()):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for begin in range(0, hidden.shape[0], cut.chunk_rows()):
+            part = slice(begin, begin + cut.chunk_rows())
             logits = nn.functional.linear(hidden[part], weight)
-            stats = _global_stats(ce_stats(logits, local[part]), cut.axis)
+            lse, target, total = _merged(ce_stats(logits, local[part], terms), cut.axis)
             # A masked row may hold anything, inf included: it must not touch the sum.
-            loss += torch.where(mask[part] > 0, ce_loss(stats, terms) * mask[part], 0.0).sum()
+            loss += torch.where(mask[part] > 0, ce_loss(lse, target, total, terms) * mask[part], 0.0).sum()
             if dx is None and dw is None:
                 continue
-            ce_grad_(logits, local[part], stats, mask[part], terms)
+            ce_grad_(logits, local[part], lse, mask[part], terms)
             if dx is not None:
                 torch.mm(logits, weight, out=dx[part])
             if dw is not None:
@@ -183,6 +178,6 @@ def linear_cross_entropy(
         labels.reshape(-1),
         mask.reshape(-1).to(wide),
         VocabCut(vocab_size, axis),
-        LossTerms(vocab_size, label_smoothing, z_loss),
+        CrossEntropyConfig(vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss),
         queue,
     )

@@ -7,7 +7,7 @@ stage as two actions. A linear hands its weight gradient to its queue, which run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,3 +48,9 @@ class WeightGradQueue:
     def num_waiting(self) -> int:
         """Weight gradients kept, over all micro-batches."""
         return sum(len(works) for works in self._waiting.values())
+
+    def waiting_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that kept work will still add to, once for each work."""
+        for works in self._waiting.values():
+            for _, parameters in works:
+                yield from parameters

@@ -1,0 +1,199 @@
+"""The promise, checked: one reference rank against any layout, in float64, tensor by tensor.
+
+The reference run leaves its numbers in a file. A layout's ranks run the same steps and compare the pieces of the
+global model that they own with it, so that no rank ever gathers the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.data.sampler import RaggedMasks
+from megalite.layout import Layout
+from megalite.mpu import ParallelState
+from megalite.parallel.data import main_grad
+from megalite.parallel.shard import shard_of
+from megalite.testing.world import World
+from megalite.train.build import build_training
+from megalite.train.step import Training
+
+OPTIMIZERS = ("sgd", "adamw")
+TOLERANCE = 1e-9
+_NOISE = 1e-6
+"""A tensor that is far smaller than the largest one (a key bias has no gradient at all) is measured against this."""
+
+
+@dataclass(frozen=True)
+class LayoutDifference:
+    """Largest relative difference of a layout from one rank, by kind; `first_diff` names the first above the tolerance."""
+
+    layout: str
+    loss: float
+    grads: float
+    grad_norm: float
+    weights: float
+    first_diff: str | None
+    seconds: float = field(compare=False, default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every kind is within the tolerance."""
+        return self.first_diff is None
+
+    def as_row(self) -> dict[str, object]:
+        """The row of the JSON report."""
+        row = dataclasses.asdict(self)
+        return row | {"pass": self.passed}
+
+
+def prove_layouts(
+    config: Config,
+    layouts: Sequence[Layout],
+    world: World,
+    folder: Path,
+    *,
+    num_steps: int = 2,
+    timeout: float = 600.0,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> Iterator[LayoutDifference]:
+    """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
+
+    Everything is float64 with ragged loss masks; gradients are compared before clipping. `folder` holds the
+    reference. The config's own model runs; only the layout and the micro-batch size change.
+    """
+    on_start("one rank")
+    config = proof_config(config, num_steps)
+    reference = folder / "reference.safetensors"
+    world.run(_record, Layout().apply(config), num_steps, reference, ranks=1, timeout=timeout)
+    for layout in layouts:
+        on_start(str(layout))
+        begin = time.monotonic()
+        applied = layout.apply(config)
+        reports = world.run(
+            _compare, applied, num_steps, reference, layout=applied.parallel, ranks=layout.num_ranks, timeout=timeout
+        )
+        yield _merge(str(layout), reports, reference, time.monotonic() - begin)
+
+
+def proof_config(config: Config, num_steps: int) -> Config:
+    """`config` in float64, for a short run that warms up at once."""
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, precision="fp64", device="cpu", num_steps=num_steps),
+        optim=dataclasses.replace(config.optim, warmup_steps=0, decay_steps=max(num_steps, 2)),
+    )
+
+
+def _steps(config: Config, mpu: ParallelState, num_steps: int) -> Iterator[tuple[str, Training, dict[str, float]]]:
+    """(label, training after the step, its scalars) for every step of both optimizers."""
+    for optimizer in OPTIMIZERS:
+        optim = dataclasses.replace(config.optim, name=optimizer)
+        training = build_training(
+            dataclasses.replace(config, optim=optim),
+            mpu,
+            torch.device("cpu"),
+            wrap_data=lambda data: RaggedMasks(data, config.train.seed),
+        )
+        for step in range(num_steps):
+            result = training.train_step(step)
+            scalars = {"loss": result.loss, "grad_norm": result.grad_norm, "tokens": float(result.num_tokens)}
+            yield f"{optimizer} step {step + 1}", training, scalars
+
+
+def _owned(training: Training) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(global name, gradient before clipping, weight) of what this rank owns among the ranks of one model copy."""
+    for data_parallel in training.data_parallels.values():
+        for parameter in data_parallel.parameters:
+            if parameter.requires_grad and shard_of(parameter).is_owner(training.mpu):
+                yield shard_of(parameter).name, parameter, main_grad(parameter)
+
+
+def _record(mpu: ParallelState, config: Config, num_steps: int, path: Path) -> None:
+    """Writes the reference: scalars, every gradient and every stepped weight."""
+    found: dict[str, Tensor] = {}
+    for label, training, scalars in _steps(config, mpu, num_steps):
+        found |= {f"{label}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+        for name, parameter, grad in _owned(training):
+            found[f"{label}/grads/{name}"] = grad.clone()
+            found[f"{label}/weights/{name}"] = parameter.detach().clone()
+    save_file(found, path)
+
+
+@dataclass
+class _RankReport:
+    """Absolute differences by tensor, and how many of its elements were compared."""
+
+    difference: dict[str, float] = field(default_factory=dict)
+    elements: dict[str, int] = field(default_factory=dict)
+
+
+def _compare(mpu: ParallelState, config: Config, num_steps: int, path: Path) -> _RankReport:
+    report = _RankReport()
+    with safe_open(path, framework="pt") as reference:
+        for label, training, scalars in _steps(config, mpu, num_steps):
+            for name, value in scalars.items():
+                key = f"{label}/{name}"
+                report.difference[key] = abs(value - float(reference.get_tensor(key)))
+                report.elements[key] = 1
+            for name, parameter, grad in _owned(training):
+                for kind, local in (("grads", grad), ("weights", parameter.detach())):
+                    _compare_pieces(
+                        report, reference.get_slice(f"{label}/{kind}/{name}"), parameter, local, label, kind
+                    )
+    return report
+
+
+def _compare_pieces(report: _RankReport, whole, parameter: Tensor, local: Tensor, label: str, kind: str) -> None:
+    shard = shard_of(parameter)
+    key = f"{label}/{kind}/{shard.name}"
+    for offset, sizes, view in shard.pieces(local):
+        expected = whole[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
+        difference = (view - expected).abs().max().item() if view.numel() else 0.0
+        # A nan compares as equal to nothing, least of all to max().
+        difference = difference if math.isfinite(difference) else math.inf
+        report.difference[key] = max(report.difference.get(key, 0.0), difference)
+        report.elements[key] = report.elements.get(key, 0) + view.numel()
+
+
+def _merge(name: str, reports: Sequence[_RankReport], path: Path, seconds: float) -> LayoutDifference:
+    """Relative differences by kind over all ranks; a tensor that no rank compared in full is a difference, too."""
+    worst = dict.fromkeys(("loss", "grads", "grad_norm", "weights"), 0.0)
+    first = None
+    with safe_open(path, framework="pt") as reference:
+        sizes = {key: reference.get_tensor(key) for key in reference.keys()}  # noqa: SIM118 (not a dict)
+    largest = _largest(sizes)
+    for key, whole in sizes.items():
+        kind = key.split("/")[1]
+        scale = max(float(whole.abs().max()) if whole.numel() else 0.0, _NOISE * largest[_family(key)])
+        difference = max((r.difference.get(key, 0.0) for r in reports), default=0.0) / max(scale, 1e-300)
+        if sum(r.elements.get(key, 0) for r in reports) < whole.numel():
+            difference = math.inf
+        if kind in worst:
+            worst[kind] = max(worst[kind], difference)
+        if difference > TOLERANCE and first is None:
+            first = f"{key} ({difference:.1e})"
+    return LayoutDifference(name, worst["loss"], worst["grads"], worst["grad_norm"], worst["weights"], first, seconds)
+
+
+def _family(key: str) -> str:
+    """Step and kind of a tensor: what its noise is measured within."""
+    return "/".join(key.split("/")[:2])
+
+
+def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for key, tensor in tensors.items():
+        value = float(tensor.abs().max()) if tensor.numel() else 0.0
+        found[_family(key)] = max(found.get(_family(key), 0.0), value)
+    return found

@@ -1,0 +1,153 @@
+"""From sections of a configuration to a `Training`: model stages, buckets, optimizer, data and executor of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megalite.data.build import Datasets, build_datasets
+from megalite.data.config import DataConfig
+from megalite.data.gpt_dataset import SampleSource
+from megalite.data.sampler import GlobalBatches
+from megalite.kernels.config import KernelConfig
+from megalite.models import MODELS
+from megalite.models.transformer import StageSpec, Transformer
+from megalite.mpu import ParallelConfig, ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.optim.config import OptimConfig
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel.data import DataParallel
+from megalite.parallel.random import initialize
+from megalite.parallel.shard import materialize
+from megalite.pipeline.executor import Executor
+from megalite.pipeline.partition import partition
+from megalite.pipeline.schedule import SCHEDULES, Plan
+from megalite.train.config import TrainConfig
+from megalite.train.step import Training
+
+
+class Sections(Protocol):
+    """The sections a training is built from (megalite.config.Config has them all)."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        ...
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout."""
+        ...
+
+    @property
+    def data(self) -> DataConfig:
+        """The data."""
+        ...
+
+    @property
+    def optim(self) -> OptimConfig:
+        """The optimizer."""
+        ...
+
+    @property
+    def train(self) -> TrainConfig:
+        """The loop."""
+        ...
+
+    @property
+    def kernels(self) -> KernelConfig:
+        """The backends."""
+        ...
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
+    """The global layers of every stage, balanced by matmul cost with the embedding and the head counted."""
+    query, key_value = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    matrices = 2 if model.name == "gpt2" else 3
+    layer = model.hidden_size * (2 * query + 2 * key_value + matrices * model.ffn_size)
+    return partition(
+        model.num_layers,
+        parallel.pp * parallel.vpp,
+        layer_cost=float(layer),
+        embedding_cost=float(model.hidden_size),  # a look-up: next to nothing
+        head_cost=float(model.hidden_size * model.vocab_size),
+        layers_per_stage=parallel.layers_per_stage,
+    )
+
+
+def build_stage(
+    config: Sections, mpu: ParallelState, index: int, layers: range, device: torch.device
+) -> Transformer:
+    """Stage `index`, built on the meta device and given memory and values shard by shard."""
+    spec = StageSpec(index, config.parallel.pp * config.parallel.vpp, layers)
+    with torch.device("meta"):
+        stage = MODELS[config.model.name](
+            config.model, mpu, spec, kernels=config.kernels, recompute=config.train.recompute, seed=config.train.seed
+        )
+    materialize(stage, device, config.train.dtype)
+    initialize(stage, config.train.seed)
+    return stage
+
+
+def build_training(
+    config: Sections,
+    mpu: ParallelState,
+    device: torch.device,
+    *,
+    wrap_data: Callable[[SampleSource], SampleSource] | None = None,
+) -> Training:
+    """This rank's part of the run. `wrap_data` may change the training samples (proofs use ragged loss masks)."""
+    datasets = _datasets(config)
+    batches = _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train)
+    plan = _plan(config, batches.num_microbatches)
+    layers = stage_layers(config.model, config.parallel)
+    stages = {i: build_stage(config, mpu, i, layers[i], device) for i in plan.stages_of(mpu.pp.rank)}
+    data_parallels = {
+        i: DataParallel(stage.units(), mpu, queue=stage.queue, reduce_dtype=_reduce_dtype(config.train))
+        for i, stage in stages.items()
+    }
+    return Training(
+        mpu=mpu,
+        device=device,
+        stages=stages,
+        data_parallels=data_parallels,
+        executor=Executor(plan, stages, data_parallels, mpu, device),
+        optimizer=Optimizer(config.optim, list(data_parallels.values()), mpu),
+        batches=batches,
+        validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,
+        datasets=datasets,
+        num_steps=config.train.num_steps,
+    )
+
+
+def _datasets(config: Sections) -> Datasets:
+    """Training samples for the whole run, and what its evaluations need; every rank opens them."""
+    train = config.train
+    evaluates = train.eval_only or train.eval_every > 0
+    return build_datasets(
+        config.data,
+        seed=train.seed,
+        num_samples=train.num_steps * train.global_batch_size,
+        num_validation_samples=train.eval_steps * train.global_batch_size if evaluates else 0,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def _reduce_dtype(train: TrainConfig) -> torch.dtype | None:
+    return torch.bfloat16 if train.reduce_dtype == "bf16" else None
+
+
+def _plan(config: Sections, num_microbatches: int) -> Plan:
+    return SCHEDULES[config.parallel.schedule](config.parallel.pp, num_microbatches)
+
+
+def _batches(config: Sections, mpu: ParallelState, dataset: SampleSource) -> GlobalBatches:
+    return GlobalBatches(
+        dataset=dataset,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp_rank=mpu.dp.rank,
+        dp_size=mpu.dp.size,
+    )

@@ -1,0 +1,111 @@
+"""One training step, and one evaluation: what every layout does, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.data.build import Datasets
+from megalite.data.sampler import GlobalBatches, fold_fingerprint
+from megalite.models.transformer import Transformer
+from megalite.mpu import ParallelState
+from megalite.optim.lr import lr_at
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel.data import DataParallel
+from megalite.pipeline.executor import Executor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports, the same on every rank.
+
+    loss: the sum over all valid tokens of the global batch / their number, which is what was optimised.
+    grad_norm: global, before clipping. num_tokens: valid tokens. sample_fingerprint: of the samples consumed.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    skipped: bool
+    sample_fingerprint: int
+
+
+@dataclass(kw_only=True)
+class Training:
+    """Everything a step touches on this rank, built by `megalite.train.build`."""
+
+    mpu: ParallelState
+    device: torch.device
+    stages: dict[int, Transformer]
+    data_parallels: dict[int, DataParallel]
+    executor: Executor
+    optimizer: Optimizer
+    batches: GlobalBatches
+    validation: GlobalBatches | None
+    datasets: Datasets
+    num_steps: int
+
+    def train_step(self, step: int) -> StepResult:
+        """Runs the optimizer step after `step` others."""
+        return train_step(self, step)
+
+    def evaluate(self, num_steps: int) -> float:
+        """Mean loss over `num_steps` global batches of the validation split; changes nothing in training."""
+        return evaluate(self, num_steps)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate that the step after `step` others uses."""
+        config = self.optimizer.config
+        unit = self.batches.global_batch_size if config.schedule_unit == "samples" else 1
+        return lr_at(config, (step + 1) * unit, self.num_steps * unit)
+
+
+def train_step(training: Training, step: int) -> StepResult:
+    """Forward, backward and update of one global batch."""
+    mpu = training.mpu
+    local = training.batches.load(step)
+
+    # The loss is a mean over the valid tokens of the whole global batch. Their number is known before the first
+    # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
+    totals = mpu.dp.all_reduce(local.totals().to(mpu.dp.device))
+    num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[1]))
+
+    for data_parallel in training.data_parallels.values():
+        data_parallel.zero_grad()
+    loss_sum = training.executor.run(local.microbatches, grad_scale=1.0 / max(num_tokens, 1))
+    loss = _global_mean(loss_sum, num_tokens, mpu)
+
+    learning_rate = training.learning_rate(step)
+    update = training.optimizer.step(learning_rate)
+    return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint)
+
+
+def evaluate(training: Training, num_steps: int) -> float:
+    """The mean loss over `num_steps` global batches of the validation data, without dropout."""
+    assert training.validation is not None, "there is no validation data"
+    _set_training(training.stages.values(), False)
+    try:
+        totals = torch.zeros(2, dtype=torch.float64, device=training.mpu.dp.device)
+        for step in range(num_steps):
+            local = training.validation.load(step)
+            loss_sum = training.executor.evaluate(local.microbatches)
+            totals += torch.stack((loss_sum.to(totals), torch.tensor(local.num_valid_tokens).to(totals)))
+    finally:
+        _set_training(training.stages.values(), True)
+    num_tokens = training.mpu.dp.all_reduce(totals[1:].clone())
+    return _global_mean(totals[0], int(num_tokens), training.mpu)
+
+
+def _global_mean(loss_sum: Tensor, num_tokens: int, mpu: ParallelState) -> float:
+    """The sum over the data-parallel ranks of the last stage / `num_tokens`, on every rank."""
+    total = mpu.dp.all_reduce(loss_sum.to(mpu.dp.device, torch.float64).reshape(1).clone())
+    return float(mpu.pp.all_reduce(total)) / max(num_tokens, 1)
+
+
+def _set_training(stages: Iterable[nn.Module], training: bool) -> None:
+    for stage in stages:
+        stage.train(training)

@@ -1,0 +1,114 @@
+"""The promise over a table of layouts: loss, pre-clip gradients, gradient norm and stepped weights equal one rank's."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config import Config
+from megalite.data.config import DataConfig
+from megalite.data.indexed import IndexedWriter
+from megalite.layout import parse_layout
+from megalite.mpu import ParallelConfig
+from megalite.nn.config import ModelConfig
+from megalite.optim.config import OptimConfig
+from megalite.testing.layouts import LayoutDifference, prove_layouts
+from megalite.testing.world import World
+from megalite.train.config import TrainConfig
+
+VOCAB = 61
+
+LLAMA = ModelConfig(
+    name="llama", num_layers=5, hidden_size=24, num_heads=8, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
+    z_loss=1e-3, init_std=0.2,
+)  # fmt: skip
+GPT2 = ModelConfig(
+    name="gpt2", num_layers=4, hidden_size=24, num_heads=4, ffn_hidden_size=40, vocab_size=VOCAB, max_positions=40,
+    tie_embeddings=True, hidden_dropout=0.2, attention_dropout=0.1, label_smoothing=0.1, init_std=0.2,
+)  # fmt: skip
+TIED_LLAMA = dataclasses.replace(LLAMA, tie_embeddings=True, num_layers=3, hidden_dropout=0.1)
+
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA}
+
+# Every pair of (tensor cut, pipeline, data parallel, recompute, micro-batch size) values occurs with some model.
+COVER = [
+    ("llama", "tp2"),
+    ("llama", "tp4+mbs4"),
+    ("llama", "tp8"),
+    ("llama", "tp2+sp+mbs4"),
+    ("llama", "tp4+sp+recompute:full"),
+    ("llama", "pp2+mbs2"),
+    ("llama", "pp4:gpipe"),
+    ("llama", "dp2+mbs4"),
+    ("llama", "dp4+mbs1+recompute:full"),
+    ("llama", "tp2+pp2+mbs2"),
+    ("llama", "tp2+sp+pp2+dp2"),
+    ("gpt2", "tp2+mbs1"),
+    ("gpt2", "tp4+sp"),
+    ("gpt2", "pp2+recompute:full"),
+    ("gpt2", "pp3+mbs1"),
+    ("gpt2", "dp2+pp2:gpipe+mbs4"),
+    ("gpt2", "tp2+sp+pp2+dp2+mbs2+recompute:full"),
+    ("gpt2", "dp4+mbs4"),
+    ("tied-llama", "pp4+mbs2"),
+    ("tied-llama", "tp2+pp4:gpipe+mbs1"),
+    ("tied-llama", "tp2+dp2+pp2+recompute:full"),
+    ("tied-llama", "tp2+sp+dp4"),
+]
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A token file of documents of odd lengths."""
+    prefix = tmp_path_factory.mktemp("tokens") / "odd"
+    generator = torch.Generator().manual_seed(0)
+    with IndexedWriter(prefix, dtype="uint16", vocab_size=VOCAB) as writer:
+        for length in torch.randint(3, 90, (60,), generator=generator).tolist():
+            writer.add_document(torch.randint(VOCAB, (length,), generator=generator).numpy())
+    return str(prefix)
+
+
+def config_for(model: str, tokens: str, cache: Path, **train: object) -> Config:
+    """Global batch of 16 rows of 32 tokens (sequence parallelism over 8 divides it)."""
+    settings: dict = {"global_batch_size": 16, "micro_batch_size": 2, "seed": 11, "num_steps": 2} | train
+    return Config(
+        model=MODELS[model],
+        data=DataConfig(paths=(tokens,), seq_len=32, split="100,0,0", cache_dir=str(cache)),
+        optim=OptimConfig(lr=0.05, schedule="linear", clip_grad=0.5, weight_decay=0.1),
+        train=TrainConfig(**settings),
+    )
+
+
+def prove(model: str, layout: str, tokens: str, folder: Path, world: World) -> LayoutDifference:
+    """The largest differences of one layout from one rank."""
+    (difference,) = prove_layouts(
+        config_for(model, tokens, folder), [parse_layout(layout)], world, folder, timeout=120.0
+    )
+    return difference
+
+
+@pytest.mark.parametrize(("model", "layout"), COVER, ids=[f"{m}-{lay}" for m, lay in COVER])
+def test_layout_is_a_deployment_detail(
+    model: str, layout: str, tokens: str, tmp_path: Path, world: World
+) -> None:
+    difference = prove(model, layout, tokens, tmp_path, world)
+    assert difference.passed, difference.first_diff
+    assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
+
+
+def test_explicit_uneven_stages(tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("gpt2", tokens, tmp_path)
+    layout = parse_layout("pp3")
+    layout = dataclasses.replace(layout, parallel=ParallelConfig(pp=3, layers_per_stage=(0, 3, 1)))
+    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    assert difference.passed, difference.first_diff
+
+
+def test_the_order_of_the_axes_is_a_deployment_detail(tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("llama", tokens, tmp_path)
+    config = dataclasses.replace(config, parallel=ParallelConfig(order="dp-pp-ep-cp-tp"))
+    (difference,) = prove_layouts(config, [parse_layout("tp2+pp2+dp2")], world, tmp_path)
+    assert difference.passed, difference.first_diff

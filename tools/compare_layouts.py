@@ -1,0 +1,97 @@
+"""Proves that layouts do not change a run: `compare_layouts.py --config configs/demo.yaml --layouts tp2 pp2+dp2 ...`.
+
+Starts the ranks itself, runs some steps of the config's own model in float64 with ragged loss masks, SGD and AdamW, and
+compares loss, every gradient before clipping, gradient norm and stepped weights with one rank. Exits with 1 when
+any relative difference is above 1e-9, naming the first tensor that differs. All other options are those of pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megalite.config import ConfigError, check, load_config
+from megalite.layout import Layout, parse_layout
+from megalite.testing.layouts import TOLERANCE, LayoutDifference, proof_config, prove_layouts
+from megalite.testing.world import World
+
+DEFAULT_LAYOUTS = (
+    "tp2+mbs4", "tp4+mbs1", "tp2+sp+mbs4", "pp2+mbs4", "pp4+mbs1", "pp2:gpipe", "dp2+mbs4", "dp4+mbs1",
+    "tp2+pp2+mbs4", "tp2+dp2+recompute:full", "pp2+dp2+mbs1", "tp2+pp2+dp2", "tp2+sp+pp2+dp2+mbs1",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Runs the proof and prints its table."""
+    arguments, rest = _parser().parse_known_args()
+    try:
+        config = load_config(rest, prog="compare_layouts.py")
+        layouts = [parse_layout(text) for text in arguments.layouts]
+        _check(config, layouts, arguments.num_steps)
+    except (ConfigError, ValueError) as error:
+        sys.exit(f"compare_layouts.py: {error}")
+    console = Console()
+    most = max((layout.num_ranks for layout in layouts), default=1)
+    rows: list[LayoutDifference] = []
+    with World(max_ranks=most) as world, tempfile.TemporaryDirectory() as folder:
+        with console.status("starting") as status:
+            proofs = prove_layouts(
+                config, layouts, world, Path(folder), num_steps=arguments.num_steps, timeout=arguments.timeout,
+                on_start=lambda name: status.update(f"running {name} ({len(rows)} of {len(layouts)} layouts done)"),
+            )  # fmt: skip
+            for row in proofs:
+                rows.append(row)
+                if not console.is_terminal:
+                    print(f"{row.layout}: {'pass' if row.passed else 'FAIL'} in {row.seconds:.0f} s", flush=True)
+    console.print(_table(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([row.as_row() for row in rows], indent=1) + "\n")
+    failed = [row for row in rows if not row.passed]
+    for row in failed:
+        console.print(f"{row.layout} differs first in {row.first_diff}", style="red", highlight=False)
+    sys.exit(1 if failed else 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="LAYOUT", help="such as tp2+sp+pp2")
+    parser.add_argument("--num-steps", type=int, default=2, help="steps with each optimizer (default 2)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds a layout may take (default 900)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    return parser
+
+
+def _check(config, layouts: Sequence[Layout], num_steps: int) -> None:
+    """Every layout that cannot run is refused before any rank starts."""
+    problems = []
+    for layout in layouts:
+        try:
+            check(proof_config(layout.apply(config), num_steps), layout.num_ranks)
+        except ConfigError as error:
+            problems += [f"{layout}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _table(rows: Sequence[LayoutDifference]) -> Table:
+    table = Table(title=f"Largest relative difference from one rank, float64 (limit {TOLERANCE:.0e})")
+    for column in ("layout", "loss", "grads", "grad norm", "weights", "seconds", ""):
+        table.add_column(column, justify="left" if column in ("layout", "") else "right", no_wrap=True)
+    for row in rows:
+        numbers = (f"{value:.1e}" for value in (row.loss, row.grads, row.grad_norm, row.weights))
+        verdict = "[green]pass" if row.passed else "[red]FAIL"
+        table.add_row(row.layout, *numbers, f"{row.seconds:.0f}", verdict)
+    return table
+
+
+if __name__ == "__main__":
+    main()
