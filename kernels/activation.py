@@ -1,0 +1,127 @@
+"""SwiGLU (Shazeer, 2020, arXiv:2002.05202) and GELU (tanh form), saving nothing but their inputs.
+
+On a CPU the work goes through a cacheful of rows at a time, so temporaries never reach memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK = 1 << 17  # elements in a cacheful
+# gelu(z) = z * sigmoid(z * (_LINEAR + _CUBIC * z^2)): the tanh form, without the cancellation in 1 + tanh.
+_LINEAR = 2.0 * math.sqrt(2.0 / math.pi)
+_CUBIC = _LINEAR * 0.044715
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, [..., f] each; the two may be strided halves of one tensor."""
+    return _SwiGLU.apply(gate, up)
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [..., 2f] that holds gate, then up: its gradient comes in one tensor too."""
+    return _PackedSwiGLU.apply(gate_up)
+
+
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """gelu(x + bias) in the tanh form, for x [..., f] and bias [f]."""
+    return _Gelu.apply(x, bias)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        _swiglu_forward(gate, up, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        dgate, dup = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
+        _swiglu_backward(grads[0], gate, up, dgate, dup)
+        return dgate, dup
+
+
+class _PackedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        _swiglu_forward(gate, up, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up,) = ctx.saved_tensors
+        dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        _swiglu_backward(grads[0], *gate_up.chunk(2, -1), *dgate_up.chunk(2, -1))
+        return dgate_up
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x_part, out_part in _row_chunks(x, out):
+            z = _wide_sum(x_part, bias)
+            gate = z.square().mul_(_CUBIC).add_(_LINEAR).mul_(z).sigmoid_()
+            torch.mul(z, gate, out=out_part) if out.dtype == z.dtype else out_part.copy_(gate.mul_(z))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x_part, dy, dx_part in _row_chunks(x, grads[0], dx):
+            z = _wide_sum(x_part, bias)
+            square = z.square()
+            gate = (square * _CUBIC).add_(_LINEAR).mul_(z).sigmoid_()
+            slope = square.mul_(3.0 * _CUBIC).add_(_LINEAR).mul_(z).mul_(1.0 - gate).add_(1.0).mul_(gate)
+            slope.mul_(dy)
+            dx_part.copy_(slope)
+            if dbias is not None:
+                dbias += slope.sum(0)
+        return dx, None if bias is None or dbias is None else dbias.to(bias.dtype)
+
+
+def _swiglu_forward(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    for gate_part, up_part, out_part in _row_chunks(gate, up, out):
+        # torch's CPU silu runs at half speed on strided rows: a copy is cheaper.
+        torch.mul(F.silu(gate_part.contiguous()), up_part, out=out_part)
+
+
+def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    for dy, gate_part, up_part, dgate_part, dup_part in _row_chunks(dout, gate, up, dgate, dup):
+        gate_part = gate_part.contiguous()
+        torch.mul(F.silu(gate_part), dy, out=dup_part)
+        dgate_part.copy_(torch.ops.aten.silu_backward(dy * up_part, gate_part))
+
+
+def _wide_sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    return z if bias is None else z + bias
+
+
+def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching row slices of tensors [..., f], as matrices; one slice of everything off the CPU."""
+    width = tensors[0].shape[-1]
+    rows = [x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0) for x in tensors]
+    count = rows[0].shape[0]
+    step = max(1, _CHUNK // max(1, width)) if tensors[0].device.type == "cpu" else max(1, count)
+    for start in range(0, count, step):
+        yield tuple(x[start : start + step] for x in rows)

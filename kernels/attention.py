@@ -1,0 +1,216 @@
+"""Causal attention with grouped query heads, and the backends it can run on.
+
+`sdpa` is torch's scaled_dot_product_attention. `block` is plain batched matrix products over the blocks on and below
+the diagonal: a GQA group's query heads are folded into rows, so keys and values are never repeated, and no more than
+one block of rows (forward) or columns (backward) of the score matrix exists at a time. Only `block` has dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .dropout import feature_hash, keep_threshold, mix_, row_hash
+
+AttentionBackend = Literal["sdpa", "block"]
+
+_BLOCK = 128  # query or key positions in a block of the `block` backend
+_LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
+_HEAD_STEP = 0x85EBCA77  # odd, so that no two heads of a layer share a row hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDropout:
+    """Dropout of attention probabilities, by hash of (query token, head, key position): see `dropout`."""
+
+    p: float
+    """Probability that a (query, key) pair of a head is dropped; below 1."""
+    key: Tensor
+    """int32 [2], from `dropout_key`."""
+    token_index: Tensor
+    """int64 [s, b]: number of each query token in the run."""
+    head_offset: int = 0
+    """Number of the first query head here, among all heads of the layer."""
+
+
+def resolve_attention(
+    choice: Literal["auto", "sdpa", "block"], *, device: torch.device, dtype: torch.dtype, dropout: float, seq_len: int
+) -> AttentionBackend:
+    """The backend that `choice` means; a named one that cannot do the job raises ValueError."""
+    if choice == "sdpa" and dropout > 0.0:
+        raise ValueError(
+            f"kernels.attention=sdpa has no layout-invariant dropout (attention_dropout={dropout}); "
+            "use kernels.attention=block or auto, or attention_dropout=0"
+        )
+    if choice != "auto":
+        return choice
+    if dropout > 0.0 or (device.type == "cpu" and _block_is_faster(seq_len, dtype)):
+        return "block"
+    return "sdpa"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: AttentionBackend,
+    scale: float | None = None,
+    dropout: AttentionDropout | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale, causal) v for q [s, b, heads, d], k [s, b, kv_heads, d] and v [s, b, kv_heads, dv].
+
+    Query head i reads key head i // (heads / kv_heads). scale is 1 / sqrt(d) by default. Returns [s, b, heads, dv].
+    Scores and statistics are in promote_types(dtype, float32).
+    """
+    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if backend == "sdpa":
+        assert dropout is None or dropout.p == 0.0, "sdpa attention has no stateless dropout"
+        return _sdpa(q, k, v, scale)
+    drop = dropout if dropout is not None and dropout.p > 0.0 else None
+    return _BlockAttention.apply(q, k, v, scale, drop)
+
+
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `block` backend's forward, outside autograd: (out [s, b, heads, dv], log-sum-exp [s, b, heads])."""
+    s, b, num_heads, _ = q.shape
+    group = num_heads // k.shape[2]
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q_rows, k_cols, v_rows = _rows(q, group).to(wide), _cols(k, 1, wide), _rows(v, 1)
+    out = q_rows.new_empty(*q_rows.shape[:2], v.shape[-1])
+    lse = q_rows.new_empty(*q_rows.shape[:2], 1)
+    for start in range(0, s, _BLOCK):
+        stop = min(start + _BLOCK, s)
+        rows = slice(start * group, stop * group)
+        scores = _product(q_rows[:, rows], k_cols[:, :, :stop], scale * _LOG2_E)
+        scores[:, :, start:] += _future(stop - start, wide, q.device).mT.repeat_interleave(group, 0)
+        top = scores.amax(-1, keepdim=True)
+        probs = scores.sub_(top).exp2_()
+        total = probs.sum(-1, keepdim=True)
+        lse[:, rows] = total.log2().add_(top).div_(_LOG2_E)
+        if dropout is not None:
+            keep = _keep(dropout, slice(start, stop), slice(0, stop), group, num_heads).mT
+            probs.masked_fill_(~keep, 0.0).mul_(1.0 / (1.0 - dropout.p))
+        out[:, rows] = torch.bmm(probs.to(dtype), v_rows[:, :stop]).to(wide).div_(total)
+    return _unfold(out, b, group).to(dtype), _unfold(lse, b, group).squeeze(-1)
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from dout, given what `block_forward` returned.
+
+    Works on blocks of keys, with probabilities transposed [keys, queries]: the gradients of k and v then come out of
+    one product each, in the order of operands that CPU libraries run fastest.
+    """
+    s, b, num_heads, _ = q.shape
+    group = num_heads // k.shape[2]
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    delta = (dout.to(wide) * out).sum(-1)
+    lse2 = _cols(lse.unsqueeze(-1), group, wide).mul_(_LOG2_E)
+    delta = _cols(delta.unsqueeze(-1), group, wide)
+    q_rows, k_rows, do_rows, v_rows = _rows(q, group), _rows(k, 1), _rows(dout, group), _rows(v, 1).to(wide)
+    q_cols, do_cols, k_wide = _cols(q, group, wide), _cols(dout, group, wide), k_rows.to(wide)
+    dq, dk, dv = torch.zeros_like(q_rows, dtype=wide), torch.empty_like(k_rows), torch.empty_like(v_rows, dtype=dtype)
+    for start in range(0, s, _BLOCK):
+        stop = min(start + _BLOCK, s)
+        keys, queries = slice(start, stop), slice(start * group, s * group)
+        probs = _product(k_wide[:, keys], q_cols[:, :, queries], scale * _LOG2_E).sub_(lse2[:, :, queries])
+        future = _future(stop - start, wide, q.device).repeat_interleave(group, 1)
+        probs[:, :, : future.shape[1]] += future
+        probs.exp2_()
+        dropped = probs
+        dprobs = _product(v_rows[:, keys], do_cols[:, :, queries])
+        if dropout is not None:
+            drop = ~_keep(dropout, slice(start, s), keys, group, num_heads)
+            rescale = 1.0 / (1.0 - dropout.p)
+            dropped = probs.masked_fill(drop, 0.0).mul_(rescale)
+            dprobs.masked_fill_(drop, 0.0).mul_(rescale)
+        torch.bmm(dropped.to(dtype), do_rows[:, queries], out=dv[:, keys])
+        dscores = dprobs.sub_(delta[:, :, queries]).mul_(probs).to(dtype)
+        dk[:, keys] = torch.bmm(dscores, q_rows[:, queries]).mul_(scale)
+        dq[:, queries] += torch.bmm(dscores.mT, k_rows[:, keys])
+    dq.mul_(scale)
+    return _unfold(dq, b, group).to(dtype), _unfold(dk, b, 1), _unfold(dv, b, 1)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """The `block` backend; saves its inputs, its output and the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None) -> Tensor:
+        out, lse = block_forward(q, k, v, scale, dropout)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.dropout = scale, dropout
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *block_backward(grads[0], *ctx.saved_tensors, ctx.scale, ctx.dropout), None, None
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    grouped = q.shape[2] != k.shape[2]
+    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out.permute(2, 0, 1, 3)
+
+
+def _block_is_faster(seq_len: int, dtype: torch.dtype) -> bool:
+    """Measured on CPUs with AVX-512: see docs/kernels.md."""
+    return True
+
+
+def _rows(x: Tensor, group: int) -> Tensor:
+    """[s, b, heads, d] to [b * heads / group, s * group, d]: position-major rows, a group's heads side by side."""
+    s, b, heads, d = x.shape
+    return x.view(s, b, heads // group, group, d).permute(1, 2, 0, 3, 4).reshape(-1, s * group, d)
+
+
+def _cols(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """The contiguous transpose of `_rows` in dtype: [b * heads / group, d, s * group]."""
+    s, b, heads, d = x.shape
+    cols = x.new_empty(b, heads // group, d, s, group, dtype=dtype)
+    cols.copy_(x.view(s, b, heads // group, group, d).permute(1, 2, 4, 0, 3))
+    return cols.view(-1, d, s * group)
+
+
+def _unfold(rows: Tensor, b: int, group: int) -> Tensor:
+    """The inverse of `_rows`: [s, b, heads, d], contiguous."""
+    n, sg, d = rows.shape
+    return rows.view(b, n // b, sg // group, group, d).permute(2, 0, 1, 3, 4).reshape(sg // group, b, -1, d)
+
+
+def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * a b for a [n, r, d] and b [n, d, c]."""
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
+
+
+def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[size, size]: -inf where the key (row) comes after the query (column), else 0."""
+    return torch.full((size, size), float("-inf"), dtype=dtype, device=device).tril_(-1)
+
+
+def _keep(dropout: AttentionDropout, queries: slice, keys: slice, group: int, num_heads: int) -> Tensor:
+    """bool [b * kv_heads, keys, queries * group]: what dropout keeps of the transposed probabilities."""
+    row = row_hash(dropout.key, dropout.token_index[queries]).t()[:, None, :, None]
+    heads = torch.arange(num_heads, device=row.device).add_(dropout.head_offset).mul_(_HEAD_STEP).to(torch.int32)
+    row = mix_(row + heads.view(-1, 1, group)).flatten(2).flatten(0, 1)
+    feature = feature_hash(keys.start, keys.stop, row.device)
+    return mix_(row[:, None, :] + feature[:, None]) >= keep_threshold(dropout.p)

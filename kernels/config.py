@@ -1,0 +1,20 @@
+"""What the kernels section of a run's config chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Backends of the fused operations, and how the CPU is used."""
+
+    backend: Literal["auto", "torch"] = "auto"
+    """Backend of norms, activations, rotary embedding, dropout, loss and optimizer."""
+    attention: Literal["auto", "sdpa", "block"] = "auto"
+    """Attention: torch's SDPA, or block-causal matrix products; auto takes the faster, and block with dropout."""
+    fp32_gemm: Literal["auto", "ieee", "onednn"] = "auto"
+    """CPU float32 matrix products: MKL, or oneDNN where a start-up probe finds it accurate (onednn: else an error)."""
+    malloc_tuning: bool = True
+    """Keep freed memory in the process (glibc on Linux): faster CPU steps, peak memory up to a tenth higher."""
