@@ -304,6 +304,13 @@ def test_options_that_are_reserved_are_refused_and_not_ignored() -> None:
     assert "async_save" in problems(later, 1)
 
 
+def test_attention_dropout_needs_the_block_backend() -> None:
+    config = config_with(model={"attention_dropout": 0.1})
+    check(config, 1)
+    named = dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, attention="sdpa"))
+    assert "kernels.attention=block or auto" in problems(named, 1)
+
+
 def test_every_section_has_its_say() -> None:
     config = config_with()
     wrong = dataclasses.replace(

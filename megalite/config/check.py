@@ -27,6 +27,7 @@ def check(config: Config, world_size: int) -> None:
             *_model_problems(config.model),
             *_cut_problems(config),
             *_stage_problems(config),
+            *_kernel_problems(config),
             *config.train.problems(dp),
             *data_problems(config.data),
             *config.optim.problems(),
@@ -144,6 +145,17 @@ def _stage_problems(config: Config) -> list[str]:
         )
     except ValueError as error:
         return [str(error)]
+    return []
+
+
+def _kernel_problems(config: Config) -> list[str]:
+    """Whether the named backends can do what the model asks of them."""
+    dropout = config.model.attention_dropout
+    if config.kernels.attention == "sdpa" and dropout > 0:
+        return [
+            f"kernels.attention=sdpa has no dropout that is the same in every layout (model.attention_dropout={dropout});"
+            " use kernels.attention=block or auto, or attention_dropout=0"
+        ]
     return []
 
 
