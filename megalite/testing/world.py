@@ -327,7 +327,8 @@ def _restored_defaults() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
-        torch.use_deterministic_algorithms(deterministic)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)  # imports the compiler: seconds in every rank
         torch.set_num_threads(1)
 
 
