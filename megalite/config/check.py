@@ -153,7 +153,7 @@ def _kernel_problems(config: Config) -> list[str]:
     dropout = config.model.attention_dropout
     if config.kernels.attention == "sdpa" and dropout > 0:
         return [
-            f"kernels.attention=sdpa has no dropout that is the same in every layout (model.attention_dropout={dropout});"
+            f"kernels.attention=sdpa has no layout-invariant dropout (model.attention_dropout={dropout});"
             " use kernels.attention=block or auto, or attention_dropout=0"
         ]
     return []
