@@ -36,4 +36,4 @@ def adopt(mpu: ParallelState, *parameters: nn.Parameter, **options: Any) -> Data
 def set_grads(values: dict[nn.Parameter, Tensor | float]) -> None:
     """Main gradients by hand, as if backward had made them."""
     for parameter, value in values.items():
-        main_grad(parameter).copy_(torch.as_tensor(value))
+        main_grad(parameter).copy_(torch.as_tensor(value, dtype=torch.float64))

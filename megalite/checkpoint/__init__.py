@@ -1,0 +1,1 @@
+"""Checkpoints: saving and loading the state of a run."""

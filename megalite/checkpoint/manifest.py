@@ -1,0 +1,124 @@
+"""The manifest of a checkpoint: what is in it and where, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalite.mpu import ParallelState
+from megalite.parallel.shard import Shard
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+Tensors = Mapping[str, Sequence[tuple[Shard, Tensor]]]
+"""Kind (parameter, master, exp_avg, ...) -> this rank's tensors and their places in the global model."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or used here; the message says why. Raised by all ranks alike."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a global tensor: where it is there, and as which tensor of which file it is stored."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A global tensor and the rectangles that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    def piece(self, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Piece | None:
+        """The stored rectangle at exactly this place."""
+        return next((p for p in self.pieces if p.offset == offset and p.sizes == sizes), None)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """step: optimizer steps done. layout: who holds what (see `layout_of`). state: the run's own counters and config.
+
+    files: size in bytes of each tensor file. tensors: by key, `kind/global name`.
+    """
+
+    step: int
+    layout: dict[str, Any]
+    state: dict[str, Any]
+    files: dict[str, int]
+    tensors: dict[str, Entry]
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest in `folder`; raises CheckpointError when it is missing, damaged or from another version."""
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
+            tensors = {key: _entry(entry) for key, entry in content["tensors"].items()}
+            return Manifest(content["step"], content["layout"], content["state"], content["files"], tensors)
+        except OSError as error:
+            raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+
+
+def _entry(content: Mapping[str, Any]) -> Entry:
+    pieces = [Piece(tuple(p["offset"]), tuple(p["sizes"]), p["file"], p["name"]) for p in content["pieces"]]
+    return Entry(tuple(content["shape"]), content["dtype"], tuple(pieces))
+
+
+def layout_of(mpu: ParallelState) -> dict[str, Any]:
+    """What decides which rank holds which part of which tensor."""
+    split = mpu.config.layers_per_stage
+    return {
+        **{name: mpu.grid.sizes[name] for name in ("tp", "pp", "cp", "dp", "ep", "etp")},
+        "vpp": mpu.config.vpp,
+        "zero": mpu.config.zero,
+        "layers_per_stage": list(split) if split is not None else None,
+    }
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rectangle of a global tensor that this rank has in memory, as a view of its part.
+
+    key: `kind/global name`, free of the layout; a copy of a tied parameter goes by the name of the original.
+    """
+
+    key: str
+    shard: Shard
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    view: Tensor
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype: float32, bfloat16, ..."""
+        return str(self.view.dtype).removeprefix("torch.")
+
+
+def held(tensors: Tensors) -> Iterator[Held]:
+    """Every rectangle that this rank holds."""
+    for kind, of_kind in tensors.items():
+        for shard, local in of_kind:
+            for offset, sizes, view in shard.pieces(local):
+                yield Held(f"{kind}/{shard.tied_to or shard.name}", shard, offset, sizes, view)

@@ -1,0 +1,1 @@
+"""The optimizer, gradient clipping and learning-rate schedules."""

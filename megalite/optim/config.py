@@ -1,0 +1,81 @@
+"""What the optimizer is told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer, its learning-rate schedule and what happens to gradients before the update."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Update rule: adamw, or sgd (with momentum when momentum > 0)."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay, and the floor of inverse_sqrt."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Shape after the warm-up; wsd stays at the peak and decays over the last wsd_decay_steps only."""
+    schedule_unit: Literal["steps", "samples"] = "steps"
+    """What warmup_steps, decay_steps and wsd_decay_steps count: optimizer steps, or samples."""
+    warmup_steps: int = 0
+    """Length of the linear rise from 0 to the peak."""
+    decay_steps: int | None = None
+    """Where the decay ends, counted from the first step (the warm-up included); the length of the run by default."""
+    wsd_decay_steps: int | None = None
+    """Length of the final decay of wsd; a tenth of decay_steps by default."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the final decay of wsd."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+    momentum: float = 0.0
+    """Momentum of sgd."""
+    weight_decay: float = 0.01
+    """Weight decay, never on biases and norms: decoupled in adamw, added to the gradient in sgd."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 turns clipping off."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A gradient with a nan or an infinity ends the run, or its step is left out; every rank does the same."""
+    offload: str = "none"
+    """Where the optimizer state lives; only none (with the parameters) so far."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with this section."""
+        found = [
+            f"optim.{name}={value} must be at least {least}"
+            for name, value, least in (
+                ("lr", self.lr, 0), ("min_lr", self.min_lr, 0), ("warmup_steps", self.warmup_steps, 0),
+                ("decay_steps", self.decay_steps, 1), ("wsd_decay_steps", self.wsd_decay_steps, 1),
+                ("eps", self.eps, 0), ("weight_decay", self.weight_decay, 0), ("clip_grad", self.clip_grad, 0),
+            )
+            if value is not None and (value < least or not math.isfinite(value))
+        ]  # fmt: skip
+        found += [
+            f"optim.{name}={value} must be in [0, 1)"
+            for name, value in (("beta1", self.beta1), ("beta2", self.beta2), ("momentum", self.momentum))
+            if not 0 <= value < 1
+        ]
+        if self.min_lr > self.lr >= 0:
+            found.append(f"optim.min_lr={self.min_lr} is above optim.lr={self.lr}; the rate decays from lr to min_lr")
+        return found + self._length_problems()
+
+    def _length_problems(self) -> list[str]:
+        end, warmup = self.decay_steps, self.warmup_steps
+        if end is None or self.schedule in ("constant", "inverse_sqrt"):
+            return []
+        if warmup > end:
+            return [f"optim.warmup_steps={warmup} is longer than optim.decay_steps={end}, which includes the warm-up"]
+        final = self.wsd_decay_steps
+        if self.schedule == "wsd" and final is not None and warmup + final > end:
+            return [
+                f"optim.warmup_steps={warmup} + wsd_decay_steps={final} is more than optim.decay_steps={end};"
+                f" wsd_decay_steps can be up to {end - warmup}"
+            ]
+        return []

@@ -1,0 +1,137 @@
+"""The optimizer: float32 master weights, clipping and one update rule over the flat segments of all stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.mpu import ParallelState
+from megalite.optim.clip import clip_coefficient, grad_norm
+from megalite.optim.config import OptimConfig
+from megalite.optim.rules import update_rule
+from megalite.parallel.data import DataParallel, Segment, main_grad
+from megalite.parallel.shard import Shard, shard_of
+
+_CHUNK = 1 << 18
+"""Elements updated at a time on the CPU: scaled gradient and fresh weights stay in the cache. A multiple of the
+segment alignment, so that every element goes through the same vector code wherever it lies."""
+_CUDA_CHUNK = 1 << 25
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient holds a nan or an infinity and `optim.nonfinite` is stop; raised by all ranks alike."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a step. grad_norm: global, before clipping. skipped: nothing was changed."""
+
+    grad_norm: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class _SegmentState:
+    """Optimizer state of a segment. master: the weights that are updated; the parameters themselves if wide enough."""
+
+    segment: Segment
+    master: Tensor
+    moments: dict[str, Tensor]
+
+    @property
+    def has_master(self) -> bool:
+        return self.master is not self.segment.param
+
+
+class Optimizer:
+    """Updates the parameters of all stages on this rank from their main gradients.
+
+    Parameters narrower than float32 get float32 master weights, taken from their values now: initialise before.
+    Main gradients are left as backward made them, also when the update is clipped. `steps` counts the updates made,
+    the same number on every rank.
+    """
+
+    def __init__(self, config: OptimConfig, data_parallels: Sequence[DataParallel], mpu: ParallelState):
+        self.config, self.data_parallels, self.mpu = config, tuple(data_parallels), mpu
+        self.steps = 0
+        self._rule = update_rule(config)
+        self._states = [self._fresh(segment) for dp in self.data_parallels for segment in dp.segments]
+
+    def _fresh(self, segment: Segment) -> _SegmentState:
+        wide = torch.promote_types(segment.param.dtype, torch.float32)
+        master = segment.param.to(wide)
+        return _SegmentState(segment, master, {name: torch.zeros_like(master) for name in self._rule.moments})
+
+    @torch.no_grad()
+    def step(self, lr: float) -> StepResult:
+        """One update with learning rate `lr`, after all gradients have been summed over their ranks.
+
+        When the gradient is not finite, parameters, moments and `steps` stay as they are on every rank, and the
+        result says so or NonFiniteGradient is raised, as configured.
+        """
+        norm = float(grad_norm(self.data_parallels, self.mpu))
+        if not math.isfinite(norm):
+            if self.config.nonfinite == "stop":
+                raise NonFiniteGradient(self._where_not_finite())
+            return StepResult(norm, skipped=True)
+        scale = clip_coefficient(norm, self.config.clip_grad)
+        self.steps += 1
+        for state in self._states:
+            self._update(state, scale, lr)
+        return StepResult(norm)
+
+    def _update(self, state: _SegmentState, scale: float, lr: float) -> None:
+        segment = state.segment
+        size = _CUDA_CHUNK if segment.param.is_cuda else _CHUNK
+        decay = self.config.weight_decay if segment.decay else 0.0
+        scratch = torch.empty_like(segment.main_grad[:size]) if scale != 1.0 else None
+        for begin in range(0, segment.param.numel(), size):
+            part = slice(begin, begin + size)
+            grad, weight = segment.main_grad[part], state.master[part]
+            if scratch is not None:
+                grad = torch.mul(grad, scale, out=scratch[: grad.numel()])
+            moments = [moment[part] for moment in state.moments.values()]
+            self._rule.update(weight, grad, moments, lr=lr, weight_decay=decay, step=self.steps)
+            if state.has_master:
+                segment.param[part].copy_(weight)
+
+    def state_tensors(self) -> dict[str, list[tuple[Shard, Tensor]]]:
+        """Master weights and moments as a checkpoint keeps them: kind -> (shard, this rank's part).
+
+        The tensors are views of the live state; a checkpoint is loaded by copying into them.
+        """
+        tensors: dict[str, list[tuple[Shard, Tensor]]] = {}
+        for state in self._states:
+            kinds = ({"master": state.master} if state.has_master else {}) | state.moments
+            for kind, flat in kinds.items():
+                views = [(shard_of(span.parameter), span.of(flat)) for span in state.segment.spans]
+                tensors.setdefault(kind, []).extend(views)
+        return tensors
+
+    def refresh_master(self) -> None:
+        """Takes the master weights from the parameters again, after these were changed by something else."""
+        for state in self._states:
+            if state.has_master:
+                state.master.copy_(state.segment.param)
+
+    def _where_not_finite(self) -> str:
+        """The same message on every rank: the first parameter with a nan or an infinity, and where it is."""
+        mine = next(
+            (
+                f"{shard_of(parameter).name} on rank {self.mpu.rank}"
+                for dp in self.data_parallels
+                for parameter in dp.parameters
+                if parameter.requires_grad and not main_grad(parameter).isfinite().all()
+            ),
+            None,
+        )
+        found = [place for place in self.mpu.world.gather_objects(mine) if place is not None]
+        what = f"the gradient is not finite, first in {found[0]}" if found else "the gradient norm overflows"
+        return (
+            f"{what} (update {self.steps + 1}); nothing was changed. Lower optim.lr, raise optim.warmup_steps,"
+            " or leave such steps out with optim.nonfinite=skip"
+        )
