@@ -24,11 +24,12 @@ $(BIN)/python:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'megalite needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	@# Debian's python3 has no ensurepip unless python3-venv is installed; its pip can still fill the environment.
-	"$(PYTHON)" -m venv .venv || { "$(PYTHON)" -m venv --clear --without-pip .venv \
+	@"$(PYTHON)" -m venv .venv || { "$(PYTHON)" -m venv --clear --without-pip .venv \
 	  && "$(PYTHON)" -m pip --python $(BIN)/python install --quiet pip; }
 
 $(STAMP): setup.py pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,dev]'
+	@echo "installing megalite, its dependencies and its tools into .venv (minutes, the first time)"
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)
