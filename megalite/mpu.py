@@ -9,10 +9,15 @@ The grid and the two factorings (dense and expert) follow Megatron-LM (Narayanan
 
 from __future__ import annotations
 
+import contextlib
+import contextlib
 import functools
+import hashlib
+import hashlib
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -428,16 +433,53 @@ def _process_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.Pro
     """
     if len(ranks) == dist.get_world_size(world):
         return world
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    with _named_by_ranks():
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), f"new_group({ranks}) was called by a rank outside of it"
     return group
+
+
+@contextlib.contextmanager
+def _named_by_ranks() -> Iterator[None]:
+    """Makes torch name a locally synchronized group after its ranks alone.
+
+    torch also hashes the number of groups that the calling rank has made so far. Members that have made different
+    numbers (a first and a middle stage, after a layout with an embd axis) would wait under different names for ever
+    (pytorch issue 173608).
+    """
+    original = dist.distributed_c10d._hash_ranks_to_str
+
+    def name(ranks: list[int]) -> str:
+        return hashlib.sha1(("megalite " + " ".join(map(str, ranks))).encode(), usedforsecurity=False).hexdigest()
+
+    dist.distributed_c10d._hash_ranks_to_str = name
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._hash_ranks_to_str = original
+
+
+@contextlib.contextmanager
+def _named_by_ranks() -> Iterator[None]:
+    """Names new groups by their ranks alone.
+
+    torch hashes the ranks of a locally synchronised group together with the number of groups that the process has
+    made, so that members with different pasts wait for each other under different names for ever. Here a rank tuple
+    is used once per process, and needs no number.
+    """
+    plain = dist.distributed_c10d._hash_ranks_to_str
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: hashlib.sha256(str(ranks).encode()).hexdigest()
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._hash_ranks_to_str = plain
 
 
 def _compact(ranks: Sequence[int]) -> str:
     """`0 2 4 6` as `0..6 by 2`, for tables."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
-        if all(b - a == step for a, b in zip(ranks, ranks[1:], strict=False)):
+        if all(b - a == step for a, b in itertools.pairwise(ranks)):
             return f"{ranks[0]}..{ranks[-1]}" + (f" by {step}" if step > 1 else "")
     return " ".join(map(str, ranks))
 

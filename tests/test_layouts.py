@@ -22,7 +22,7 @@ from megalite.train.config import TrainConfig
 VOCAB = 61
 
 LLAMA = ModelConfig(
-    name="llama", num_layers=5, hidden_size=24, num_heads=8, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
+    name="llama", num_layers=5, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
     z_loss=1e-3, init_std=0.2,
 )  # fmt: skip
 GPT2 = ModelConfig(

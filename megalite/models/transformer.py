@@ -104,6 +104,8 @@ class Transformer(nn.Module):
         super().__init__()
         stage = stage if stage is not None else StageSpec(0, 1, range(config.num_layers))
         kernels = kernels if kernels is not None else KernelConfig()
+        if self.rotary_positions and config.head_size % 2:
+            raise ValueError(f"head_dim={config.head_size} must be even: rotary positions turn pairs of features")
         self.config, self.mpu, self.stage, self.recompute, self.seed = config, mpu, stage, recompute, seed
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.queue = WeightGradQueue()
