@@ -10,9 +10,7 @@ The grid and the two factorings (dense and expert) follow Megatron-LM (Narayanan
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import functools
-import hashlib
 import hashlib
 import itertools
 import sys
@@ -437,26 +435,6 @@ def _process_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.Pro
         group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), f"new_group({ranks}) was called by a rank outside of it"
     return group
-
-
-@contextlib.contextmanager
-def _named_by_ranks() -> Iterator[None]:
-    """Makes torch name a locally synchronized group after its ranks alone.
-
-    torch also hashes the number of groups that the calling rank has made so far. Members that have made different
-    numbers (a first and a middle stage, after a layout with an embd axis) would wait under different names for ever
-    (pytorch issue 173608).
-    """
-    original = dist.distributed_c10d._hash_ranks_to_str
-
-    def name(ranks: list[int]) -> str:
-        return hashlib.sha1(("megalite " + " ".join(map(str, ranks))).encode(), usedforsecurity=False).hexdigest()
-
-    dist.distributed_c10d._hash_ranks_to_str = name
-    try:
-        yield
-    finally:
-        dist.distributed_c10d._hash_ranks_to_str = original
 
 
 @contextlib.contextmanager
