@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Executor:
         self._stages, self._reducers = dict(stages), dict(reducers)
         self._axis, self._device, self._trace = mpu.pp, device, trace
         self._mailbox = Mailbox(mpu.pp)
-        self._mailbox.warm_up((a, b) for a, b in zip(plan.placement, plan.placement[1:], strict=False) if a != b)
+        self._mailbox.warm_up((a, b) for a, b in pairwise(plan.placement) if a != b)
         hidden_dtype = next(iter(stages.values())).hidden_dtype
         self._loss_dtype = torch.promote_types(hidden_dtype, torch.float32)
         self.peak_activations = self.peak_until_weight_grad = 0

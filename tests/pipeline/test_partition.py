@@ -1,6 +1,6 @@
 """Every layer on exactly one stage, no stage without parameters, and no better split."""
 
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
@@ -24,7 +24,7 @@ def _best_by_search(costs: list[float], num_stages: int, embedding_cost: float, 
     best = float("inf")
     for cuts in combinations_with_replacement(range(len(costs) + 1), num_stages - 1):
         ends = [0, *cuts, len(costs)]
-        split = [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        split = [range(a, b) for a, b in pairwise(ends)]
         if all(len(layers) > 0 for layers in split[1:-1]):
             best = min(best, max(_stage_costs(split, costs, embedding_cost, head_cost)))
     return best

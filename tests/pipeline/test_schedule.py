@@ -177,7 +177,7 @@ def _with(plan: Plan, rank: int, added: Action) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        (_without(one_f_one_b(2, 3), Action(Kind.BACKWARD, 1, 2)), r"2 results are never produced, the first is \w1\.2"),
+        (_without(one_f_one_b(2, 3), Action(Kind.BACKWARD, 1, 2)), r"2 results are never produced, .* \w1\.2"),
         (_with(one_f_one_b(2, 3), 1, Action(Kind.FORWARD, 1, 0)), r"rank 1 does F1\.0 twice"),
         (_with(one_f_one_b(2, 3), 1, Action(Kind.WEIGHT_GRAD, 1, 0)), r"rank 1 does W1\.0 twice"),
         (_with(one_f_one_b(2, 3), 0, Action(Kind.FORWARD, 0, 3)), r"F0\.3 on rank 0 is not in a plan of 2 .* 3"),
