@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -76,7 +76,7 @@ class RankGrid:
     """The numbering of ranks: a pure function of the axis sizes and their order.
 
     `sizes` holds every axis of both factorings; ranks are numbered with the first axis of the order fastest.
-    The expert factoring (etp, ep, edp, pp) numbers the same ranks a second time; both share the pipeline axis.
+    The expert factoring (etp, ep, edp) numbers the ranks of a pipeline stage a second time.
     """
 
     sizes: dict[str, int]
@@ -120,10 +120,6 @@ class RankGrid:
                 f"ep * etp = {config.ep} * {config.etp} does not divide the {stage_ranks} ranks of a pipeline stage"
                 f" (tp * cp * dp); their product can be {_divisors(stage_ranks)}"
             )
-        order = config.order.split("-")
-        if config.pp > 1 and config.ep * config.etp > 1 and order[-1] != "pp":
-            # With pp inside, the two factorings would number pipeline groups differently.
-            found.append(f"parallel.order={config.order!r} must end in pp when experts are distributed")
         return found
 
     @property
@@ -131,32 +127,55 @@ class RankGrid:
         """The number of ranks."""
         return self.sizes["tp"] * self.sizes["cp"] * self.sizes["dp"] * self.sizes["pp"]
 
-    def _numbering(self, expert: bool) -> list[tuple[str, int]]:
-        """(axis, stride) pairs of one factoring, the fastest axis first."""
-        rename = {"tp": "etp", "dp": "edp"} if expert else {}
-        skip = "cp" if expert else "ep"
-        strides, stride = [], 1
-        for name in self.order:
-            if name == skip:
-                continue
-            axis = rename.get(name, name)
-            strides.append((axis, stride))
+    def _strides(self, axes: Iterable[str]) -> dict[str, int]:
+        """The stride of each of `axes`, the fastest first."""
+        strides, stride = {}, 1
+        for axis in axes:
+            strides[axis] = stride
             stride *= self.sizes[axis]
         return strides
 
+    @functools.cached_property
+    def _dense(self) -> dict[str, int]:
+        return self._strides(name for name in self.order if name != "ep")
+
+    @functools.cached_property
+    def _expert(self) -> dict[str, int]:
+        """Strides inside a stage, over the number that `_in_stage` gives."""
+        rename = {"tp": "etp", "dp": "edp", "ep": "ep"}
+        return self._strides(rename[name] for name in self.order if name in rename)
+
+    def _in_stage(self, rank: int) -> tuple[int, int]:
+        """(pipeline rank, number of `rank` among the ranks of its stage)."""
+        stride, stages = self._dense["pp"], self.sizes["pp"]
+        return rank // stride % stages, rank // (stride * stages) * stride + rank % stride
+
+    def _from_stage(self, stage: int, number: int) -> int:
+        stride, stages = self._dense["pp"], self.sizes["pp"]
+        return (number // stride * stages + stage) * stride + number % stride
+
     def coordinates(self, rank: int, *, expert: bool = False) -> dict[str, int]:
         """Where `rank` stands on each axis of the dense (or the expert) factoring."""
-        return {axis: rank // stride % self.sizes[axis] for axis, stride in self._numbering(expert)}
+        if not expert:
+            return {axis: rank // stride % self.sizes[axis] for axis, stride in self._dense.items()}
+        stage, number = self._in_stage(rank)
+        place = {axis: number // stride % self.sizes[axis] for axis, stride in self._expert.items()}
+        return place | {"pp": stage}
 
     def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but `axes`, in ascending order."""
-        expert = any(axis in ("ep", "etp", "edp") for axis in axes)
-        ranks = [rank]
-        for axis, stride in self._numbering(expert):
-            if axis in axes:
-                mine = rank // stride % self.sizes[axis]
-                ranks = [r + (i - mine) * stride for r in ranks for i in range(self.sizes[axis])]
-        return tuple(sorted(ranks))
+        """The ranks that agree with `rank` on every axis but `axes` (of one factoring), in ascending order."""
+        if self._expert.keys().isdisjoint(axes):
+            return self._vary(rank, axes, self._dense)
+        assert self._expert.keys() >= set(axes), f"{axes} are not axes of the expert factoring inside a stage"
+        stage, number = self._in_stage(rank)
+        return tuple(self._from_stage(stage, other) for other in self._vary(number, axes, self._expert))
+
+    def _vary(self, number: int, axes: Sequence[str], strides: Mapping[str, int]) -> tuple[int, ...]:
+        numbers = [number]
+        for axis in axes:
+            mine = number // strides[axis] % self.sizes[axis]
+            numbers = [n + (i - mine) * strides[axis] for n in numbers for i in range(self.sizes[axis])]
+        return tuple(sorted(numbers))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `axes`: a partition of the world."""
