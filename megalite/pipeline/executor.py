@@ -40,7 +40,7 @@ class _Step:
     """The state of one run of a plan; all of it is empty at the end."""
 
     microbatches: Sequence[MicroBatch]
-    grad_scale: float | Tensor
+    grad_scale: Tensor
     training: bool
     loss: Tensor
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -133,8 +133,12 @@ class Executor:
     def _begin(self, microbatches: Sequence[MicroBatch], grad_scale: float | Tensor, training: bool) -> _Step:
         if training:
             self.peak_activations = self.peak_until_weight_grad = 0
-        loss = torch.zeros((), dtype=self._loss_dtype, device=self._device)
-        return _Step([microbatch.to(self._device) for microbatch in microbatches], grad_scale, training, loss)
+        return _Step(
+            microbatches=[microbatch.to(self._device) for microbatch in microbatches],
+            grad_scale=torch.as_tensor(grad_scale, dtype=self._loss_dtype, device=self._device),
+            training=training,
+            loss=torch.zeros((), dtype=self._loss_dtype, device=self._device),
+        )
 
     def _execute(self, plan: Plan, step: _Step) -> None:
         """Runs this rank's actions; nothing is left over at the end."""
@@ -227,7 +231,7 @@ class Executor:
         """The gradient with which a backward starts."""
         following = self._plan.next_stage(action.stage)
         if following is None:
-            return torch.as_tensor(step.grad_scale, dtype=output.dtype, device=output.device)
+            return step.grad_scale.to(output.dtype)
         if following in self._stages:
             return step.output_grads.pop((action.stage, action.microbatch))
         return self._mailbox.take(action._replace(kind=Kind.RECV_GRAD))

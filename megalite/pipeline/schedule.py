@@ -136,6 +136,8 @@ def check_complete(plan: Plan) -> None:
     for stage, rank in enumerate(plan.placement):
         if not 0 <= rank < plan.num_ranks:
             raise PlanError(f"{plan.name}: stage {stage} is placed on rank {rank} of {plan.num_ranks}")
+    if idle := [rank for rank in range(plan.num_ranks) if rank not in plan.placement]:
+        raise PlanError(f"{plan.name}: {plan.num_stages} stages leave ranks {idle} without any")
     kinds = (Kind.FORWARD,) if plan.forward_only else (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
     missing = {
         Action(kind, stage, microbatch)

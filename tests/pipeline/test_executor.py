@@ -59,6 +59,7 @@ def _two_steps(
         # An evaluation in between, with another number of microbatches, changes nothing.
         evaluated = executor.evaluate([microbatch(k, 0) for k in range(plan.num_microbatches + 2)])
         mpu.reset_stats()
+        assert not any(stage.outputs[-1].requires_grad for stage in stages.values()), "evaluated with a graph"
     return Outcome(
         losses,
         gradients(list(stages.values())),
@@ -161,6 +162,21 @@ def test_trace_sees_every_action_in_order() -> None:
     assert " ".join(str(action) for action, _, _ in seen) == "F0.0 I0.0 F0.1 I0.1 W0.0 REDUCE0.1 W0.1"
     times = [t for _, begin, end in seen for t in (begin, end)]
     assert times == sorted(times)
+
+
+def test_input_gradients_leave_the_weights_to_w() -> None:
+    plan = split_1f1b(1, 3)
+    stages = _stages(plan, 0)
+    uses = 2 * LAYERS  # each layer's weight is used twice
+    waiting: list[tuple[str, int]] = []
+    executor = Executor(
+        plan, stages, {}, ParallelState.single(), CPU,
+        trace=lambda action, *_: waiting.append((str(action), stages[0].queue.num_waiting)),
+    )  # fmt: skip
+    executor.run([microbatch(k) for k in range(3)], 1.0)
+    assert [entry for entry in waiting if entry[0][0] in "IW"] == [
+        ("I0.0", uses), ("I0.1", 2 * uses), ("W0.0", uses), ("I0.2", 2 * uses), ("W0.1", uses), ("W0.2", 0),
+    ]  # fmt: skip
 
 
 def test_wrong_number_of_microbatches_is_refused() -> None:

@@ -184,6 +184,7 @@ def _with(plan: Plan, rank: int, added: Action) -> Plan:
         (_with(one_f_one_b(2, 3), 0, Action(Kind.FORWARD, 1, 0)), r"F1\.0 is on rank 0, its stage on 1"),
         (_with(forward_only((0, 1), 3), 0, Action(Kind.BACKWARD, 0, 0)), r"B0\.0 .* not in a forward-only plan"),
         (replace(one_f_one_b(2, 3), placement=(0, 2)), "stage 1 is placed on rank 2 of 2"),
+        (replace(one_f_one_b(2, 3), placement=(0,)), r"1 stages leave ranks \[1\] without any"),
     ],
 )  # fmt: skip
 def test_incomplete_plans_are_refused_with_the_reason(plan: Plan, reason: str) -> None:
