@@ -27,14 +27,15 @@ def _torchrun(how: str, run_dir: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def _finish(job: subprocess.Popen[str], run_dir: Path) -> str:
-    """The job's output, once it has ended by itself with no process left."""
+def _finish(job: subprocess.Popen[str], run_dir: Path, alone: bool = True) -> str:
+    """The job's output, once it has ended by itself; no process of the run is left if this was all of it."""
     try:
         output, _ = job.communicate(timeout=120)
     finally:
         job.kill()
-    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _mentions(p, str(run_dir))]
-    assert left == [], output
+    if alone:
+        left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _mentions(p, str(run_dir))]
+        assert left == [], output
     return output
 
 
@@ -117,29 +118,34 @@ def test_an_interrupt_from_the_terminal_lets_all_ranks_save(tmp_path: Path) -> N
         assert f"rank {rank} of 2 ends in order" in output
 
 
-def test_two_nodes(tmp_path: Path) -> None:
+def _two_agents(how: str, run_dir: Path, rendezvous: str) -> list[subprocess.Popen[str]]:
+    """Two agents of two ranks each, as on two nodes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    jobs = [_torchrun("done", tmp_path, *options, "--node-rank", str(node)) for node in range(2)]
-    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    options = ["--nnodes", "2", "--nproc-per-node", "2"]
+    if rendezvous == "c10d":
+        options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+        return [_torchrun(how, run_dir, *options) for _ in range(2)]
+    options += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [_torchrun(how, run_dir, *options, "--node-rank", str(node)) for node in range(2)]
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_nodes(tmp_path: Path, rendezvous: str) -> None:
+    jobs = _two_agents("done", tmp_path, rendezvous)
+    outputs = [_finish(job, tmp_path, alone=False) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert "rank 0 of 4 ends in order; 2 on its node" in outputs[0]
-    assert "rank 3 of 4 ends in order; 2 on its node" in outputs[1]
+    for rank in range(4):
+        assert f"rank {rank} of 4 ends in order; 2 on its node" in "".join(outputs)
 
 
 def test_a_failure_on_one_node_ends_the_other(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    jobs = [_torchrun("raise", tmp_path, *options, "--node-rank", str(node)) for node in range(2)]
-    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    jobs = _two_agents("raise", tmp_path, "static")
+    outputs = [_finish(job, tmp_path, alone=node == 1) for node, job in enumerate(jobs)]
     assert all(job.returncode != 0 for job in jobs)
     assert outputs[0].startswith("[rank 1] raised, and ends the job of 4 ranks:")
     assert "[rank 2] stopped because rank 1 raised: ValueError: the true reason" in outputs[1]
-    _finish(jobs[0], tmp_path)
 
 
 def test_a_single_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
