@@ -75,8 +75,8 @@ def test_ends_are_empty_only_when_that_is_faster() -> None:
     assert list(map(len, partition(4, 2, layer_cost=1.0, embedding_cost=0.0, head_cost=9.0))) == [4, 0]
     assert list(map(len, partition(2, 2, layer_cost=1.0, embedding_cost=0.0, head_cost=1.0))) == [1, 1]
     assert list(map(len, partition(2, 4, layer_cost=1.0, embedding_cost=0.0, head_cost=0.0))) == [0, 1, 1, 0]
-    # Both splits have a slowest stage of 2: then no stage is left empty.
-    assert list(map(len, partition(2, 2, layer_cost=1.0, embedding_cost=1.0, head_cost=1.0))) == [1, 1]
+    # An empty last stage would be more even, but the slowest stage stays at 10.
+    assert list(map(len, partition(3, 3, layer_cost=[10, 1, 1], embedding_cost=0.0, head_cost=5.0))) == [1, 1, 1]
 
 
 def test_explicit_split() -> None:
