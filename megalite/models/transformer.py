@@ -200,6 +200,10 @@ class Transformer(nn.Module):
             label_smoothing=config.label_smoothing, z_loss=config.z_loss,
         )  # fmt: skip
 
+    def num_owned_parameters(self) -> int:
+        """Elements of the global model that this rank owns; summed over tp and pp, the size of the model."""
+        return sum(p.numel() for p in self.parameters() if shard_of(p).is_owner(self.mpu))
+
     def units(self) -> list[Unit]:
         """What is reduced and, later, sharded together: embedding, each layer, head; a tied weight alone."""
         tied = [p for p in self._shared_weights() if self.config.tie_embeddings]

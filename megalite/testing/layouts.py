@@ -87,11 +87,16 @@ def prove_layouts(
 
 
 def proof_config(config: Config, num_steps: int) -> Config:
-    """`config` in float64, for a short run that warms up at once."""
+    """`config` in float64, for a short run that warms up at once.
+
+    Adam divides by the size of the gradient: where that is zero but for rounding (a key bias), it would raise the
+    rounding by 1 / eps to the size of a step, so eps is at least 1e-5 here.
+    """
+    optim = config.optim
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, precision="fp64", device="cpu", num_steps=num_steps),
-        optim=dataclasses.replace(config.optim, warmup_steps=0, decay_steps=max(num_steps, 2)),
+        optim=dataclasses.replace(optim, warmup_steps=0, decay_steps=max(num_steps, 2), eps=max(optim.eps, 1e-5)),
     )
 
 

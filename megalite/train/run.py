@@ -1,0 +1,108 @@
+"""A pre-training run from its configuration: the place of this rank, the model on it, the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megalite.checkpoint.config import CheckpointConfig
+from megalite.kernels.attention import resolve_attention
+from megalite.kernels.config import KernelConfig
+from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.mpu import ParallelState
+from megalite.train.build import Sections, build_training
+from megalite.train.callbacks import default_callbacks
+from megalite.train.distributed import Launch, start
+from megalite.train.run_folder import RunFolder
+from megalite.train.step import Training
+from megalite.train.trainer import Outcome, Trainer
+
+logger = logging.getLogger("megalite")
+
+
+class RunSections(Sections, Protocol):
+    """The sections of a whole run."""
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """When to save and what to keep."""
+        ...
+
+
+def world_size() -> int:
+    """Ranks of the job that this process belongs to, as torchrun tells it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def fail(message: str) -> NoReturn:
+    """Ends a process whose configuration cannot run; of all ranks, which find the same, rank 0 says why."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outcome:
+    """Trains `config` on the ranks of this job; `write_config` writes the merged config to the path it is given."""
+    with start(config.train.device) as launch:
+        mpu = ParallelState.build(config.parallel)
+        console = Console(quiet=not mpu.world.is_first)
+        folder = RunFolder.open(
+            config.train.run_dir or "runs/default",
+            mpu,
+            resume=config.train.resume,
+            read_only=config.train.eval_only,
+            console=console,
+            write_config=write_config,
+        )
+        choices = choose_kernels(config, launch.device)
+        training = build_training(config, mpu, launch.device)
+        _report(config, training, launch, choices, console)
+        callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
+        return Trainer(config, training, callbacks, folder=folder).run()
+
+
+def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
+    """Sets this process up for its device; returns what was chosen, by operation, for the log."""
+    kernels: KernelConfig = config.kernels
+    seq_len, dropout = config.data.seq_len, config.model.attention_dropout
+    choices = {
+        "attention": resolve_attention(
+            kernels.attention, device=device, dtype=config.train.dtype, dropout=dropout, seq_len=seq_len
+        )
+    }
+    if device.type == "cpu":
+        if config.train.precision == "fp32":
+            choices["float32 products"] = set_fp32_gemm(kernels.fp32_gemm)
+        choices["malloc"] = "tuned" if kernels.malloc_tuning and tune_malloc() else "as it is"
+    return choices
+
+
+def _report(
+    config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console
+) -> None:
+    """What rank 0 says before the first step: the model, the data, the layout and the kernels."""
+    mpu = training.mpu
+    owned = sum(stage.num_owned_parameters() for stage in training.stages.values())
+    total = mpu.tp_pp.all_reduce(torch.tensor([owned], device=mpu.tp_pp.device))
+    logger.info(
+        "%s: %s parameters, %d layers, %s, %s on %d %s",
+        config.model.name, f"{int(total):,}", config.model.num_layers, config.train.precision,
+        "1 rank" if mpu.world.size == 1 else f"{mpu.world.size} ranks", max(1, torch.get_num_threads()), "threads each",
+    )  # fmt: skip
+    for line in training.datasets.summary:
+        logger.info("%s", line)
+    logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in choices.items()))
+    rows = mpu.describe(launch.ranks_per_node)
+    if rows:
+        table = Table("axis", "size", "ranks with rank 0", "in a node")
+        for name, size, ranks, inside in rows:
+            table.add_row(name, str(size), ranks, inside)
+        console.print(table)
