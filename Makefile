@@ -1,7 +1,7 @@
 # make install | demo | test | test-all | check | bench. Everything runs in .venv; nothing outside the tree is touched.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# More arguments for pip, such as PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch.
+# More arguments for pip, for example a package index with the CPU build of torch, which is much smaller.
 PIP_ARGS ?=
 TEST_ARGS ?=
 
