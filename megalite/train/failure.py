@@ -206,7 +206,7 @@ class Watchdog:
     def __init__(self, board: Board):
         self._board = board
         self._call = LastCall()
-        self._hang_seconds = 0.0
+        self._hang_seconds, self._armed = 0.0, False
         self._folder: Path | None = None
         self._step, self._alive = -1, time.monotonic()
         self._stop = threading.Event()
@@ -219,15 +219,12 @@ class Watchdog:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        if self._hang_seconds:
-            faulthandler.cancel_dump_traceback_later()
+        self._last_resort(0.0)
 
     def watch(self, mpu: ParallelState, hang_seconds: float, run_dir: Path | str | None) -> None:
         """From now on `hang_seconds` without a heartbeat end the job; 0 turns the search off."""
         self._call, self._folder = mpu.last_call, Path(run_dir) / "hang" if run_dir is not None else None
         self.heartbeat(self._step)
-        if self._hang_seconds and not hang_seconds:
-            faulthandler.cancel_dump_traceback_later()
         self._hang_seconds = hang_seconds
 
     def heartbeat(self, step: int) -> None:
@@ -236,9 +233,7 @@ class Watchdog:
 
     def _loop(self) -> None:
         while not self._stop.wait(min(self._board.poll_seconds, self._hang_seconds / 4 or 1.0)):
-            if self._hang_seconds:
-                # For the case that an extension keeps the interpreter lock: then this thread cannot run either.
-                faulthandler.dump_traceback_later(self._hang_seconds + 60, exit=True)
+            self._last_resort(self._hang_seconds)
             try:
                 failure = self._board.first()
             except RuntimeError as error:
@@ -249,6 +244,14 @@ class Watchdog:
                 self._follow(failure)
             elif self._hang_seconds and time.monotonic() - self._alive > self._hang_seconds:
                 self._hang()
+
+    def _last_resort(self, hang_seconds: float) -> None:
+        """Has C code end the process when even this thread cannot run: an extension may keep the interpreter lock."""
+        if hang_seconds:
+            faulthandler.dump_traceback_later(hang_seconds + 60, exit=True)
+        elif self._armed:
+            faulthandler.cancel_dump_traceback_later()
+        self._armed = bool(hang_seconds)
 
     def _follow(self, failure: Failure) -> None:
         """Ends this rank because another one failed."""
