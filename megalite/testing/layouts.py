@@ -65,23 +65,32 @@ def prove_layouts(
     *,
     num_steps: int = 2,
     timeout: float = 600.0,
+    setup: Callable[[], None] | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Iterator[LayoutDifference]:
     """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
 
     Everything is float64 with ragged loss masks; gradients are compared before clipping. `folder` holds the
-    reference. The config's own model runs; only the layout and the micro-batch size change.
+    reference. The config's own model runs; only the layout and the micro-batch size change. Each rank calls `setup`
+    (a function at the top of a module) first, for example to add an architecture to `MODELS`.
     """
     on_start("one rank")
     config = proof_config(config, num_steps)
     reference = folder / "reference.safetensors"
-    world.run(_record, Layout().apply(config), num_steps, reference, ranks=1, timeout=timeout)
+    world.run(_record, setup, Layout().apply(config), num_steps, reference, ranks=1, timeout=timeout)
     for layout in layouts:
         on_start(str(layout))
         begin = time.monotonic()
         applied = layout.apply(config)
         reports = world.run(
-            _compare, applied, num_steps, reference, layout=applied.parallel, ranks=layout.num_ranks, timeout=timeout
+            _compare,
+            setup,
+            applied,
+            num_steps,
+            reference,
+            layout=applied.parallel,
+            ranks=layout.num_ranks,
+            timeout=timeout,
         )
         yield _merge(str(layout), reports, reference, time.monotonic() - begin)
 
@@ -124,8 +133,10 @@ def _owned(training: Training) -> Iterator[tuple[str, Tensor, Tensor]]:
                 yield shard_of(parameter).name, parameter, main_grad(parameter)
 
 
-def _record(mpu: ParallelState, config: Config, num_steps: int, path: Path) -> None:
+def _record(mpu: ParallelState, setup: Callable[[], None] | None, config: Config, num_steps: int, path: Path) -> None:
     """Writes the reference: scalars, every gradient and every stepped weight."""
+    if setup is not None:
+        setup()
     found: dict[str, Tensor] = {}
     for label, training, scalars in _steps(config, mpu, num_steps):
         found |= {f"{label}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
@@ -143,7 +154,11 @@ class _RankReport:
     elements: dict[str, int] = field(default_factory=dict)
 
 
-def _compare(mpu: ParallelState, config: Config, num_steps: int, path: Path) -> _RankReport:
+def _compare(
+    mpu: ParallelState, setup: Callable[[], None] | None, config: Config, num_steps: int, path: Path
+) -> _RankReport:
+    if setup is not None:
+        setup()
     report = _RankReport()
     with safe_open(path, framework="pt") as reference:
         for label, training, scalars in _steps(config, mpu, num_steps):

@@ -23,7 +23,7 @@ from megalite.parallel.random import initialize
 from megalite.parallel.shard import materialize
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.partition import partition
-from megalite.pipeline.schedule import SCHEDULES, Plan
+from megalite.pipeline.schedule import Plan, make_plan
 from megalite.train.config import TrainConfig
 from megalite.train.step import Training
 
@@ -140,7 +140,8 @@ def _reduce_dtype(train: TrainConfig) -> torch.dtype | None:
 
 
 def _plan(config: Sections, num_microbatches: int) -> Plan:
-    return SCHEDULES[config.parallel.schedule](config.parallel.pp, num_microbatches)
+    parallel = config.parallel
+    return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp)
 
 
 def _batches(config: Sections, mpu: ParallelState, dataset: SampleSource) -> GlobalBatches:

@@ -1,0 +1,35 @@
+"""The architecture of docs/new_architecture.md, as it stands there, on several layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megalite.layout import parse_layout
+from megalite.models import MODELS
+from megalite.testing.layouts import prove_layouts
+from megalite.testing.world import World
+from tests.models import primer
+from tests.test_layouts import config_for, tokens
+
+__all__ = ["tokens"]
+
+
+def add_primer() -> None:
+    """What the page tells the reader to do in megalite/models/__init__.py."""
+    MODELS["primer"] = primer.Primer
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2+dp2+recompute:full"])
+def test_a_users_architecture(layout: str, tokens: str, tmp_path: Path, world: World) -> None:  # noqa: F811
+    config = config_for("llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="primer", ffn_hidden_size=32))
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, setup=add_primer)
+    assert difference.passed, difference.first_diff
+
+
+def test_the_page_shows_this_code() -> None:
+    page = Path(__file__).parents[2] / "docs" / "new_architecture.md"
+    assert Path(primer.__file__).read_text() in page.read_text()
