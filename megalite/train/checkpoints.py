@@ -53,7 +53,11 @@ class RunCheckpoints:
 
     def save(self, step: int) -> Path:
         """Saves the state after `step` steps and makes it the latest; returns its folder once it is complete."""
-        state = {"samples": step * self._config.train.global_batch_size, "updates": self._training.optimizer.steps}
+        state = {
+            "samples": step * self._config.train.global_batch_size,
+            "updates": self._training.optimizer.steps,
+            "order_of": self._num_ordered_samples,
+        }
         return store.save(
             self._run_dir,
             step,
@@ -93,6 +97,12 @@ class RunCheckpoints:
                 f"{path} is from another run ({'; '.join(problems)}) and its data would not go on where they stopped;"
                 " use the same values, or start a new run from its weights with --checkpoint.load"
             )
+        if manifest.state.get("order_of") != self._num_ordered_samples:
+            logger.warning(
+                "the data order was made for %s samples, and is now made for %d: some may come again or not at all."
+                " Set data.num_samples where a run is to be prolonged",
+                manifest.state.get("order_of"), self._num_ordered_samples,
+            )  # fmt: skip
         return manifest.step
 
     def load_start(self) -> Path | None:
@@ -125,7 +135,18 @@ class RunCheckpoints:
     def _identity(self) -> dict[str, Any]:
         """What decides which samples a step consumes and which dropout masks it sees."""
         train = self._config.train
-        return {"seed": train.seed, "global_batch_size": train.global_batch_size, "seq_len": self._config.data.seq_len}
+        return {
+            "seed": train.seed,
+            "global_batch_size": train.global_batch_size,
+            "seq_len": self._config.data.seq_len,
+            "data": self._training.datasets.fingerprint,
+        }
+
+    @property
+    def _num_ordered_samples(self) -> int:
+        """How many samples the training order is made for, which decides how epochs are mixed."""
+        train = self._config.train
+        return self._config.data.num_samples or train.num_steps * train.global_batch_size
 
 
 def find_latest(run_dir: Path) -> tuple[Path | None, bool]:

@@ -146,6 +146,10 @@ class Trainer:
             raise ValueError(
                 "train.eval_only found no weights: give --train.resume auto, or a checkpoint with --checkpoint.load"
             )
+        if self.training.validation is None:
+            raise ValueError(
+                "train.eval_only found no validation data: data.split leaves none, or the corpus is too small"
+            )
         loss = self._validation_loss = self._evaluate_fn(self.training, self.config.train.eval_steps)
         logger.info("step %d | validation loss %.6f", self.step, loss)
 
@@ -156,7 +160,7 @@ class Trainer:
         while self.step < self.config.train.num_steps and stopped_by is None:
             self._one_step()
             stopped_by = self._stop.agreed(self.training.mpu.world)
-            if _is_due(self.step, self.config.train.eval_every):
+            if self.training.validation is not None and _is_due(self.step, self.config.train.eval_every):
                 self._evaluate()
             if stopped_by or _is_due(self.step, self.config.checkpoint.every):
                 self._save()

@@ -38,6 +38,7 @@ class FakeTraining:
     mpu: ParallelState = field(default_factory=ParallelState.single)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weight: int = 0
+    validation: object = "some data"
     steps: list[int] = field(default_factory=list)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What to report instead, by step."""

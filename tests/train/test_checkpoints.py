@@ -24,7 +24,10 @@ from megalite.train.step import Training
 from tests.train.fakes import FakeConfig
 
 
-def make(run_dir: Path, *, resume: str = "none", load: str | None = None, seed: int = 1, batch: int = 4):
+def make(
+    run_dir: Path, *, resume: str = "none", load: str | None = None, seed: int = 1, batch: int = 4, data: str = "d",
+    num_steps: int = 9,
+):  # fmt: skip
     """A bf16 linear layer under AdamW, so that there are master weights and moments, and its checkpoints."""
     mpu = ParallelState.single()
     torch.manual_seed(0)
@@ -32,9 +35,14 @@ def make(run_dir: Path, *, resume: str = "none", load: str | None = None, seed: 
     name_parameters(layer)
     data_parallel = DataParallel([Unit("layer", list(layer.parameters()))], mpu, queue=WeightGradQueue())
     optimizer = Optimizer(OptimConfig(weight_decay=0.1), [data_parallel], mpu)
-    training = SimpleNamespace(mpu=mpu, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer)
+    training = SimpleNamespace(
+        mpu=mpu, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
+        datasets=SimpleNamespace(fingerprint=data),
+    )  # fmt: skip
     config = FakeConfig(
-        TrainConfig(seed=seed, global_batch_size=batch, resume=resume), CheckpointConfig(load=load), data=DataConfig()
+        TrainConfig(seed=seed, global_batch_size=batch, resume=resume, num_steps=num_steps),
+        CheckpointConfig(load=load),
+        data=DataConfig(),
     )
     return RunCheckpoints(config, cast(Training, training), run_dir), training
 
@@ -108,11 +116,21 @@ def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> Non
         checkpoints.load(path)
 
 
-@pytest.mark.parametrize("changed", [{"seed": 2}, {"batch": 8}])
-def test_another_seed_or_batch_cannot_continue_a_run(tmp_path: Path, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"batch": 8}, {"data": "e"}])
+def test_another_seed_batch_or_corpus_cannot_continue_a_run(tmp_path: Path, changed: dict[str, Any]) -> None:
     path = make(tmp_path)[0].save(3)
     with pytest.raises(ResumeError, match=r"there, .* here.*--checkpoint.load"):
         make(tmp_path, resume="auto", **changed)[0].load(path)
+
+
+def test_a_data_order_that_changes_with_the_length_of_the_run_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make(tmp_path)[0].save(3)
+    make(tmp_path, resume="auto")[0].load(path)
+    assert caplog.text == ""
+    make(tmp_path, resume="auto", num_steps=18)[0].load(path)
+    assert "made for 36 samples, and is now made for 72" in caplog.text
 
 
 def test_a_new_run_takes_over_the_state_of_another_one(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """FLOPs counted by formula against FLOPs counted while other people's models run."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +15,7 @@ LLAMA = ModelConfig(
     name="llama", num_layers=3, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=10, ffn_hidden_size=100,
     vocab_size=131,
 )  # fmt: skip
+EAGER: Any = {"attn_implementation": "eager"}
 GPT2 = ModelConfig(name="gpt2", num_layers=2, hidden_size=48, num_heads=6, vocab_size=131, max_positions=32)
 
 
@@ -21,14 +24,14 @@ def peer(model: ModelConfig) -> torch.nn.Module:
         return GPT2LMHeadModel(
             GPT2Config(
                 n_layer=model.num_layers, n_embd=model.hidden_size, n_head=model.num_heads, vocab_size=model.vocab_size,
-                n_positions=model.max_positions, attn_implementation="eager",
+                n_positions=model.max_positions, **EAGER,
             )
         )  # fmt: skip
     return LlamaForCausalLM(
         LlamaConfig(
             num_hidden_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_heads,
             num_key_value_heads=model.kv_heads, head_dim=model.head_size, intermediate_size=model.ffn_size,
-            vocab_size=model.vocab_size, attn_implementation="eager",
+            vocab_size=model.vocab_size, **EAGER,
         )
     )  # fmt: skip
 

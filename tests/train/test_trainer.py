@@ -5,10 +5,12 @@ import logging
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.train.callbacks import Callback, MetricsFiles, ProfilerTrace, TensorBoard
 from megalite.train.metrics import DETERMINISTIC_FIELDS, Meter, Speed, StepMetrics
@@ -139,6 +141,13 @@ def test_evaluation_only_needs_weights_and_writes_nothing(tmp_path: Path) -> Non
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
+def test_no_validation_data_is_no_evaluation(tmp_path: Path) -> None:
+    outcome, _ = run(tmp_path / "run", FakeTraining(validation=None), num_steps=2, eval_every=1)
+    assert outcome.validation_loss is None
+    with pytest.raises(ValueError, match="eval_only found no validation data"):
+        run(tmp_path / "run", FakeTraining(validation=None), eval_only=True, resume="auto")
+
+
 def test_a_new_run_may_start_from_another_runs_weights(tmp_path: Path) -> None:
     run(tmp_path / "old", FakeTraining(), num_steps=4)
     training, start = FakeTraining(), tmp_path / "old/checkpoints/step_00000004"
@@ -234,6 +243,16 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     run(tmp_path / "run", FakeTraining(), TensorBoard(tmp_path / "events"), num_steps=2, eval_every=1)
     data = b"".join(file.read_bytes() for file in (tmp_path / "events").iterdir())
     assert b"train/loss" in data and b"validation/loss" in data
+
+
+def test_tensorboard_forgets_what_a_resume_takes_back(tmp_path: Path) -> None:
+    path, events = tmp_path / "run", tmp_path / "events"
+    run(path, FakeTraining(), TensorBoard(events), num_steps=4, every=2)
+    time.sleep(1.1)  # event files are ordered by the second in which they were made
+    run(path, FakeTraining(), TensorBoard(events), num_steps=3, resume=str(path / "checkpoints/step_00000002"))
+    shown = EventAccumulator(str(events))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == [1, 2, 3]
 
 
 def test_every_row_is_valid_json_of_one_line(tmp_path: Path) -> None:
