@@ -1,0 +1,1 @@
+"""Fused operations with several backends, each a plain function: imported as megalite.kernels."""

@@ -5,19 +5,14 @@ On a CPU the work goes through a cacheful of rows at a time, so temporaries neve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-_CHUNK = 1 << 17  # elements in a cacheful
-# gelu(z) = z * sigmoid(z * (_LINEAR + _CUBIC * z^2)): the tanh form, without the cancellation in 1 + tanh.
-_LINEAR = 2.0 * math.sqrt(2.0 / math.pi)
-_CUBIC = _LINEAR * 0.044715
+_CHUNK = 1 << 18  # elements in a cacheful
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -44,7 +39,6 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate, dup = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
@@ -62,8 +56,7 @@ class _PackedSwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         _swiglu_backward(grads[0], *gate_up.chunk(2, -1), *dgate_up.chunk(2, -1))
@@ -71,32 +64,21 @@ class _PackedSwiGLU(torch.autograd.Function):
 
 
 class _Gelu(torch.autograd.Function):
+    """Adds the bias again in backward instead of keeping the sum."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, bias)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x_part, out_part in _row_chunks(x, out):
-            z = _wide_sum(x_part, bias)
-            gate = z.square().mul_(_CUBIC).add_(_LINEAR).mul_(z).sigmoid_()
-            torch.mul(z, gate, out=out_part) if out.dtype == z.dtype else out_part.copy_(gate.mul_(z))
-        return out
+        return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.promote_types(x.dtype, torch.float32))
-        for x_part, dy, dx_part in _row_chunks(x, grads[0], dx):
-            z = _wide_sum(x_part, bias)
-            square = z.square()
-            gate = (square * _CUBIC).add_(_LINEAR).mul_(z).sigmoid_()
-            slope = square.mul_(3.0 * _CUBIC).add_(_LINEAR).mul_(z).mul_(1.0 - gate).add_(1.0).mul_(gate)
-            slope.mul_(dy)
-            dx_part.copy_(slope)
-            if dbias is not None:
-                dbias += slope.sum(0)
-        return dx, None if bias is None or dbias is None else dbias.to(bias.dtype)
+        dx = torch.ops.aten.gelu_backward(grads[0], x if bias is None else x + bias, approximate="tanh")
+        if bias is None:
+            return dx, None
+        dbias = dx.flatten(0, -2).sum(0, dtype=torch.promote_types(dx.dtype, torch.float32))
+        return dx, dbias.to(bias.dtype)
 
 
 def _swiglu_forward(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -110,11 +92,6 @@ def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup:
         gate_part = gate_part.contiguous()
         torch.mul(F.silu(gate_part), dy, out=dup_part)
         dgate_part.copy_(torch.ops.aten.silu_backward(dy * up_part, gate_part))
-
-
-def _wide_sum(x: Tensor, bias: Tensor | None) -> Tensor:
-    z = x.to(torch.promote_types(x.dtype, torch.float32))
-    return z if bias is None else z + bias
 
 
 def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

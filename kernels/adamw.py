@@ -35,7 +35,7 @@ def fused_adamw_(
         scale = grad_scale.to(device=param.device, dtype=torch.float32).reciprocal()  # it divides by its scale
     elif grad_scale != 1.0:
         scale = torch.tensor(1.0 / grad_scale, device=param.device)
-    torch._fused_adamw_(
+    torch.ops.aten._fused_adamw_(
         [param],
         [grad],
         [exp_avg],

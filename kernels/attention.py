@@ -7,13 +7,13 @@ one block of rows (forward) or columns (backward) of the score matrix exists at 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .dropout import feature_hash, keep_threshold, mix_, row_hash
 
@@ -69,7 +69,7 @@ def attention(
     Scores and statistics are in promote_types(dtype, float32).
     """
     assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = scale if scale is not None else 1.0 / math.sqrt(q.shape[-1])
     if backend == "sdpa":
         assert dropout is None or dropout.p == 0.0, "sdpa attention has no stateless dropout"
         return _sdpa(q, k, v, scale)
@@ -85,22 +85,23 @@ def block_forward(
     group = num_heads // k.shape[2]
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q_rows, k_cols, v_rows = _rows(q, group).to(wide), _cols(k, 1, wide), _rows(v, 1)
-    out = q_rows.new_empty(*q_rows.shape[:2], v.shape[-1])
+    out = q_rows.new_empty(*q_rows.shape[:2], v.shape[-1], dtype=dtype)
     lse = q_rows.new_empty(*q_rows.shape[:2], 1)
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         rows = slice(start * group, stop * group)
-        scores = _product(q_rows[:, rows], k_cols[:, :, :stop], scale * _LOG2_E)
+        scores = torch.bmm(q_rows[:, rows], k_cols[:, :, :stop])
         scores[:, :, start:] += _future(stop - start, wide, q.device).mT.repeat_interleave(group, 0)
-        top = scores.amax(-1, keepdim=True)
-        probs = scores.sub_(top).exp2_()
+        top = scores.amax(-1, keepdim=True).mul_(scale)
+        probs = _exp_(scores, scale, top)
         total = probs.sum(-1, keepdim=True)
-        lse[:, rows] = total.log2().add_(top).div_(_LOG2_E)
+        lse[:, rows] = total.log().add_(top)
+        probs.div_(total)
         if dropout is not None:
             keep = _keep(dropout, slice(start, stop), slice(0, stop), group, num_heads).mT
             probs.masked_fill_(~keep, 0.0).mul_(1.0 / (1.0 - dropout.p))
-        out[:, rows] = torch.bmm(probs.to(dtype), v_rows[:, :stop]).to(wide).div_(total)
-    return _unfold(out, b, group).to(dtype), _unfold(lse, b, group).squeeze(-1)
+        out[:, rows] = torch.bmm(probs.to(dtype), v_rows[:, :stop])
+    return _unfold(out, b, num_heads, group), _unfold(lse, b, num_heads, group).squeeze(-1)
 
 
 def block_backward(
@@ -122,20 +123,18 @@ def block_backward(
     group = num_heads // k.shape[2]
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     delta = (dout.to(wide) * out).sum(-1)
-    lse2 = _cols(lse.unsqueeze(-1), group, wide).mul_(_LOG2_E)
-    delta = _cols(delta.unsqueeze(-1), group, wide)
+    lse_cols, delta = (_cols(row.unsqueeze(-1), group, wide) for row in (lse, delta))
     q_rows, k_rows, do_rows, v_rows = _rows(q, group), _rows(k, 1), _rows(dout, group), _rows(v, 1).to(wide)
     q_cols, do_cols, k_wide = _cols(q, group, wide), _cols(dout, group, wide), k_rows.to(wide)
     dq, dk, dv = torch.zeros_like(q_rows, dtype=wide), torch.empty_like(k_rows), torch.empty_like(v_rows, dtype=dtype)
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         keys, queries = slice(start, stop), slice(start * group, s * group)
-        probs = _product(k_wide[:, keys], q_cols[:, :, queries], scale * _LOG2_E).sub_(lse2[:, :, queries])
+        scores = torch.bmm(k_wide[:, keys], q_cols[:, :, queries])
         future = _future(stop - start, wide, q.device).repeat_interleave(group, 1)
-        probs[:, :, : future.shape[1]] += future
-        probs.exp2_()
-        dropped = probs
-        dprobs = _product(v_rows[:, keys], do_cols[:, :, queries])
+        scores[:, :, : future.shape[1]] += future
+        probs = dropped = _exp_(scores, scale, lse_cols[:, :, queries])
+        dprobs = torch.bmm(v_rows[:, keys], do_cols[:, :, queries])
         if dropout is not None:
             drop = ~_keep(dropout, slice(start, s), keys, group, num_heads)
             rescale = 1.0 / (1.0 - dropout.p)
@@ -146,7 +145,8 @@ def block_backward(
         dk[:, keys] = torch.bmm(dscores, q_rows[:, queries]).mul_(scale)
         dq[:, queries] += torch.bmm(dscores.mT, k_rows[:, keys])
     dq.mul_(scale)
-    return _unfold(dq, b, group).to(dtype), _unfold(dk, b, 1), _unfold(dv, b, 1)
+    num_kv = k.shape[2]
+    return _unfold(dq, b, num_heads, group).to(dtype), _unfold(dk, b, num_kv, 1), _unfold(dv, b, num_kv, 1)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -160,15 +160,15 @@ class _BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *block_backward(grads[0], *ctx.saved_tensors, ctx.scale, ctx.dropout), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *block_backward(grads[0], q, k, v, out, lse, ctx.scale, ctx.dropout), None, None
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    grouped = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=grouped)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return out.permute(2, 0, 1, 3)
 
 
@@ -180,7 +180,8 @@ def _block_is_faster(seq_len: int, dtype: torch.dtype) -> bool:
 def _rows(x: Tensor, group: int) -> Tensor:
     """[s, b, heads, d] to [b * heads / group, s * group, d]: position-major rows, a group's heads side by side."""
     s, b, heads, d = x.shape
-    return x.view(s, b, heads // group, group, d).permute(1, 2, 0, 3, 4).reshape(-1, s * group, d)
+    rows = x.view(s, b, heads // group, group, d).permute(1, 2, 0, 3, 4)
+    return rows.reshape(b * heads // group, s * group, d)
 
 
 def _cols(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -188,18 +189,22 @@ def _cols(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     s, b, heads, d = x.shape
     cols = x.new_empty(b, heads // group, d, s, group, dtype=dtype)
     cols.copy_(x.view(s, b, heads // group, group, d).permute(1, 2, 4, 0, 3))
-    return cols.view(-1, d, s * group)
+    return cols.view(b * heads // group, d, s * group)
 
 
-def _unfold(rows: Tensor, b: int, group: int) -> Tensor:
+def _unfold(rows: Tensor, b: int, heads: int, group: int) -> Tensor:
     """The inverse of `_rows`: [s, b, heads, d], contiguous."""
-    n, sg, d = rows.shape
-    return rows.view(b, n // b, sg // group, group, d).permute(2, 0, 1, 3, 4).reshape(sg // group, b, -1, d)
+    s, d = rows.shape[1] // group, rows.shape[2]
+    return rows.view(b, heads // group, s, group, d).permute(2, 0, 1, 3, 4).reshape(s, b, heads, d)
 
 
-def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * a b for a [n, r, d] and b [n, d, c]."""
-    return a.new_empty(a.shape[0], a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
+def _exp_(scores: Tensor, scale: float, shift: Tensor) -> Tensor:
+    """exp(scores * scale - shift) in place.
+
+    Forward and backward scale here, not in their matrix products: those then agree on the scores to the last bit,
+    in either order of operands, and the gradient of q does not suffer where keys are large.
+    """
+    return torch.add(shift * -_LOG2_E, scores, alpha=scale * _LOG2_E, out=scores).exp2_()
 
 
 def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

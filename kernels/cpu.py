@@ -6,11 +6,12 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+_ONEDNN: Any = torch.backends.mkldnn
 _MAX_PROBE_ERROR = 1e-5
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameter numbers of glibc's mallopt
 
@@ -61,7 +62,7 @@ def probe_onednn(rows: int = 512, features: int = 512, outputs: int = 1408) -> f
 
 
 def _onednn_refusal() -> str | None:
-    if not torch.backends.mkldnn.is_available():
+    if not _ONEDNN.is_available():
         return "this torch has no oneDNN"
     if torch.cpu._is_amx_tile_supported():
         return "AMX would compute in bfloat16"
@@ -75,12 +76,12 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def _set_precision(value: str) -> None:
-    torch.backends.mkldnn.matmul.fp32_precision = value  # pyright: ignore[reportAttributeAccessIssue]
+    _ONEDNN.matmul.fp32_precision = value
 
 
 @contextmanager
 def _precision(value: str) -> Iterator[None]:
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before = _ONEDNN.matmul.fp32_precision
     _set_precision(value)
     try:
         yield

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # as a signed 32-bit number
@@ -134,7 +133,6 @@ class _Dropout(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         key, token_index = ctx.saved_tensors
         dx = grads[0].clone(memory_format=torch.contiguous_format)
@@ -156,7 +154,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return branch.add_(residual)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         key, token_index = ctx.saved_tensors
         dy = grads[0]

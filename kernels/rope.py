@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def rope_tables(
@@ -18,7 +17,7 @@ def rope_tables(
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angle = positions.to(torch.float64).unsqueeze(-1) * theta**-exponent
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().to(dtype).contiguous(), angle.sin().to(dtype).contiguous()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,22 +37,16 @@ class _Rope(torch.autograd.Function):
         return _rotate(x, cos, sin, 1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos, sin, -1), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    # Products over whole heads: the inner loops over halves of a head are too short to run fast.
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.dtype == cos.dtype:
-        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-direction)
-        torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=direction)
-    else:
-        out[..., :half] = (first * cos).sub_(second * sin, alpha=direction)
-        out[..., half : 2 * half] = (second * cos).add_(first * sin, alpha=direction)
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    cos = torch.cat((cos, cos), -1).unsqueeze(2)
+    sin = torch.cat((-direction * sin, direction * sin), -1).unsqueeze(2)
+    wide = x[..., : 2 * half].to(cos.dtype)
+    out = torch.cat((wide[..., half:], wide[..., :half]), -1).mul_(sin).add_(wide * cos).to(x.dtype)
+    return out if x.shape[-1] == 2 * half else torch.cat((out, x[..., 2 * half :]), -1)
