@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from megalite.train.metrics import Speed, StepMetrics
 
@@ -26,11 +27,11 @@ class ProgressView:
         if not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("[bold]step {task.completed}/{task.total}", table_column=Column(no_wrap=True, min_width=8)),
+            BarColumn(bar_width=8),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
             console=self._console,
+            transient=True,
             refresh_per_second=4,
         )
         self._task = self._bar.add_task("steps", total=self._num_steps, completed=step, state="")
@@ -39,7 +40,7 @@ class ProgressView:
     def show(self, metrics: StepMetrics, speed: Speed) -> None:
         """A step is done, at `speed` a step."""
         if self._bar is not None:
-            state = _state(metrics, speed, num_steps=self._num_steps)
+            state = _short_state(metrics, speed, num_steps=self._num_steps)
             self._bar.update(self._task, completed=metrics.step, state=state)
 
     def stop(self) -> None:
@@ -52,11 +53,8 @@ class ProgressView:
 def step_line(metrics: StepMetrics, speed: Speed, *, num_steps: int) -> str:
     """The plain line of a step: step, loss, gradient norm, learning rate, speed, time left."""
     width = len(str(num_steps))
-    return f"step {metrics.step:>{width}}/{num_steps} | {_state(metrics, speed, num_steps=num_steps)}"
-
-
-def _state(metrics: StepMetrics, speed: Speed, *, num_steps: int) -> str:
     parts = [
+        f"step {metrics.step:>{width}}/{num_steps}",
         f"loss {metrics.loss:.4f}",
         f"grad norm {metrics.grad_norm:.3f}",
         f"lr {metrics.learning_rate:.2e}",
@@ -66,6 +64,15 @@ def _state(metrics: StepMetrics, speed: Speed, *, num_steps: int) -> str:
         parts.append(f"MFU {metrics.mfu:.1%}")
     parts.append("SKIPPED" if metrics.skipped else f"ETA {clock_time((num_steps - metrics.step) * speed.seconds)}")
     return " | ".join(parts)
+
+
+def _short_state(metrics: StepMetrics, speed: Speed, *, num_steps: int) -> str:
+    """What stands beside the bar in 80 columns."""
+    remaining = clock_time((num_steps - metrics.step) * speed.seconds)
+    return (
+        f"loss {metrics.loss:.4f}  grad {metrics.grad_norm:.2f}  lr {metrics.learning_rate:.1e}"
+        f"  {speed.tokens_per_second:,.0f} tok/s  ETA {remaining}"
+    )
 
 
 def clock_time(seconds: float) -> str:

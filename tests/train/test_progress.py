@@ -3,6 +3,7 @@
 import io
 
 from rich.console import Console
+from rich.text import Text
 
 from megalite.train.metrics import Speed
 from megalite.train.progress import ProgressView, clock_time, loss_curve, step_line
@@ -31,11 +32,13 @@ def test_no_bar_where_there_is_no_terminal() -> None:
 
 def test_the_bar_shows_the_state_in_a_terminal() -> None:
     text = io.StringIO()
-    view = ProgressView(Console(file=text, force_terminal=True, width=150), num_steps=10)
+    view = ProgressView(Console(file=text, force_terminal=True, width=80), num_steps=1000)
     view.start(2)
-    view.show(make_metrics(loss=2.5), Speed(100, 1.0))
+    view.show(make_metrics(step=300, loss=2.5, grad_norm=12.5), Speed(123_456, 1.0))
     view.stop()
-    assert "3/10" in text.getvalue() and "loss 2.5000" in text.getvalue() and "ETA 0:07" in text.getvalue()
+    shown = Text.from_ansi(text.getvalue()).plain
+    assert "step 300/1000" in shown
+    assert "loss 2.5000  grad 12.50  lr 1.0e-03  123,456 tok/s  ETA 11:40" in shown
 
 
 def test_loss_curve_falls_from_left_to_right() -> None:
