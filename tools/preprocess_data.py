@@ -56,8 +56,9 @@ class Arguments:
 
 def usage_errors(args: Arguments) -> list[str]:
     """What makes a run pointless, found before any work."""
-    found = [f"{p} does not exist" for p in args.inputs if not os.path.isfile(p)]
-    found += [f"{p}: expected a {' or '.join(TEXT_SUFFIXES)} file" for p in args.inputs if not p.endswith(TEXT_SUFFIXES)]
+    found = [f"{p} does not exist" for p in args.inputs if not os.path.exists(p)]
+    expected = " or ".join(TEXT_SUFFIXES)
+    found += [f"{p}: expected a {expected} file" for p in args.inputs if not p.endswith(TEXT_SUFFIXES)]
     if not args.inputs:
         found.append("no input files")
     if args.workers < 1:

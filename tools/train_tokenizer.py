@@ -1,6 +1,6 @@
 """Train a sentencepiece BPE tokenizer on .jsonl and .txt files.
 
-    python tools/train_tokenizer.py --inputs a.jsonl --output tokenizer.model --vocab-size 8192
+python tools/train_tokenizer.py --inputs a.jsonl --output tokenizer.model --vocab-size 8192
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def texts(args: Arguments) -> Iterator[str]:
 
 def usage_errors(args: Arguments) -> list[str]:
     """What makes a run pointless, found before any work."""
-    found = [f"{p} does not exist" for p in args.inputs if not os.path.isfile(p)]
+    found = [f"{p} does not exist" for p in args.inputs if not os.path.exists(p)]
     if not args.inputs:
         found.append("no input files")
     if os.path.exists(args.output) and not args.overwrite:

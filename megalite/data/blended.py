@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +32,9 @@ def blend_targets(weights: Sequence[float], num_samples: int, surplus: float = 0
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """(dataset, sample within it) for each place: the dataset furthest behind its share is next, the first among equals.
+    """(dataset, sample within it) for each place: the dataset furthest behind its share is next (the first of equals).
 
-    Every prefix of the order keeps each dataset within one sample of its share. No random numbers are involved.
+    In every prefix of the order a dataset is less than one sample ahead of its share. No random numbers are involved.
     """
     share = np.asarray(weights, dtype=np.float64)
     taken = np.zeros(len(share), dtype=np.int64)
@@ -116,9 +115,10 @@ class BlendedDataset:
 
 
 def _cached_order(weights: list[float], size: int, cache_dir: Path | None) -> Arrays:
-    def build() -> dict[str, NDArray[Any]]:
-        datasets, samples = blend_order(weights, size)
-        return {"datasets": datasets, "samples": samples}
+    def build() -> Arrays:
+        used = np.flatnonzero(weights)  # the greedy rule itself would draw once from a dataset of weight 0
+        datasets, samples = blend_order([weights[i] for i in used], size)
+        return {"datasets": used.astype(np.int16)[datasets], "samples": samples}
 
     key = "blend-" + key_of({"version": 1, "size": size}, np.asarray(weights))
     return cached_arrays(cache_dir, key, {"datasets": (size,), "samples": (size,)}, build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -28,7 +29,8 @@ RECIPE = 1
 """Part of the cache key: raise it when the corpus or the tokenizer settings change."""
 _MIN_DOCUMENT, _MIN_CORPUS = 200, 200_000
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "site-packages", "dist-packages"}
-_BUILTIN_MODULES = ("math", "itertools", "time", "re", "collections", "functools", "os", "sys", "io", "operator", "array")
+# Modules written in C whose members nobody replaces (test runners and debuggers replace some of sys and io).
+_BUILTIN_MODULES = ("math", "cmath", "itertools", "time", "_operator", "array", "select", "zlib", "_struct", "_socket")
 # Grid tables, simple tables, and rows of columns.
 _TABLE_LINE = re.compile(r"^\s*(\+[-=+]+\+|\|.*\||[=-]{3,}(\s+[=-]{3,})+)\s*$", re.MULTILINE)
 _RULE_LINE = re.compile(r"^\s*([=*~^#-])\1{3,}\s*$\n?", re.MULTILINE)
@@ -81,18 +83,20 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
 
 def _builtin_docs() -> Iterator[str]:
     """One document per built-in type and per module written in C."""
-    for name, value in sorted(vars(builtins).items()):
-        if inspect.isclass(value):
+    for _, value in sorted(vars(builtins).items()):
+        if inspect.isclass(value) and value.__module__ == "builtins":
             yield _member_docs(value)
-        elif callable(value) and not name.startswith("_"):
-            yield inspect.getdoc(value) or ""
     for name in _BUILTIN_MODULES:
-        yield _member_docs(importlib.import_module(name))
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            types_in_it = [v for _, v in sorted(vars(module).items()) if inspect.isclass(v) and v.__module__ == name]
+            yield "\n\n".join(map(_member_docs, (module, *types_in_it)))
 
 
 def _member_docs(owner: type | types.ModuleType) -> str:
+    """The docs of a type or module and of its functions."""
     members = [value for name, value in sorted(vars(owner).items()) if not name.startswith("_")]
-    texts = [inspect.getdoc(value) for value in (owner, *members) if inspect.isroutine(value) or value is owner]
+    texts = [inspect.getdoc(value) for value in (owner, *filter(inspect.isroutine, members))]
     return "\n\n".join(dict.fromkeys(text for text in texts if text))
 
 
@@ -113,9 +117,7 @@ class DemoFiles:
     """A name for load_tokenizer."""
 
 
-def prepare_demo(
-    directory: Path | None = None, *, vocab_size: int = DEMO_VOCAB_SIZE, tokenizer: str = ""
-) -> DemoFiles:
+def prepare_demo(directory: Path | None = None, *, vocab_size: int = DEMO_VOCAB_SIZE, tokenizer: str = "") -> DemoFiles:
     """Makes the demo corpus and its tokenizer below `directory` (default: the user's cache) unless they are there.
 
     A sentencepiece tokenizer of `vocab_size` ids is trained, unless another `tokenizer` is named. The result is a

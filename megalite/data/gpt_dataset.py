@@ -44,9 +44,10 @@ class GPTDataset:
     many epochs as `num_samples` needs (None: one), cut every `seq_len` tokens, and the samples shuffled again;
     all from RandomState(seed). `len(dataset)` counts whole epochs, so it can exceed `num_samples`.
 
-    Padding (only in a partial last sample, see `keep_partial`) is masked by place, never by value. `eod_mask_loss` leaves
-    out the prediction that follows an `eod` input. `extra_token=False` is Megatron's add_extra_token_to_sequence
-    off: labels come from inside the sample and its last one is masked. With `vocab_size` each row read is checked.
+    Padding (only in a partial last sample, see `keep_partial`) is masked by place, never by value. `eod_mask_loss`
+    leaves out the prediction that follows an `eod` input. `extra_token=False` is Megatron's
+    add_extra_token_to_sequence off: labels come from inside the sample and its last one is masked. With
+    `vocab_size` each row read is checked.
 
     The index is cached in `cache_dir` (None: not at all) under a hash of everything it depends on: the lengths of
     the sequences and these settings, not paths or times. Any rank may compute it; files are renamed into place
@@ -86,9 +87,9 @@ class GPTDataset:
         tokens = int(lengths.sum(dtype=np.int64))
         if tokens == 0:
             raise ValueError(
-                f"the {split_name} split of {source.prefix} has {len(lengths)} of {len(source)} sequences and no tokens,"
-                f" but {'one epoch' if num_samples is None else f'{num_samples} samples'} of {seq_len} tokens are asked"
-                " of it; change data.split"
+                f"the {split_name} split of {source.prefix} has {len(lengths)} of {len(source)} sequences and"
+                f" no tokens, but {'one epoch' if num_samples is None else f'{num_samples} samples'} of {seq_len}"
+                " tokens are asked of it; change data.split"
             )
         self.plan = plan_index(
             tokens, seq_len=seq_len, num_samples=num_samples, extra=int(extra_token), keep_partial=keep_partial

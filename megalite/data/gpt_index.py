@@ -6,6 +6,7 @@ an error instead of an endless loop), and a kept partial sample is counted exact
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ def split_ranges(split: str, num_sequences: int) -> list[tuple[int, int] | None]
         edges.append(float(edges[-1] + weight / total))
     return [
         (round(low * num_sequences), round(high * num_sequences)) if high > low else None
-        for low, high in zip(edges, edges[1:], strict=False)
+        for low, high in itertools.pairwise(edges)
     ]
 
 

@@ -230,7 +230,8 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next((c for c, d in DTYPES.items() if d == self.dtype), None)
         if self._code is None:
-            raise ValueError(f"tokens cannot be stored as {self.dtype}; choose one of {[d.name for d in DTYPES.values()]}")
+            names = ", ".join(d.name for d in DTYPES.values())
+            raise ValueError(f"tokens cannot be stored as {self.dtype}; choose one of {names}")
         existing = [p for p in (self.prefix + ".bin", self.prefix + ".idx") if os.path.exists(p)]
         if existing and not overwrite:
             raise FileExistsError(f"{existing[0]} already exists; choose another prefix or overwrite it")
@@ -245,7 +246,7 @@ class IndexedWriter:
 
     def _id_range(self, vocab_size: int | None) -> tuple[int, int]:
         if self.dtype.kind == "f":
-            return -(2**63), 2**63 - 1
+            return 0, 0  # numbers that are not token ids: not checked
         limits = np.iinfo(self.dtype)
         if vocab_size is None:
             return int(limits.min), int(limits.max)
@@ -289,7 +290,8 @@ class IndexedWriter:
         if max(lengths, default=0) > MAX_SEQUENCE:
             raise ValueError(f"document {self.num_documents} has more than {MAX_SEQUENCE} tokens: split it")
         if ids.size:
-            self._check_ids(ids, lengths, sequences)
+            if self.dtype.kind != "f":
+                self._check_ids(ids, lengths, sequences)
             data = np.ascontiguousarray(ids, dtype=self.dtype).data.cast("B")
             self._file.write(data)
             self._sha256.update(data)
@@ -301,7 +303,7 @@ class IndexedWriter:
             self._documents.append(base)
 
     def _check_ids(self, ids: NDArray[Any], lengths: Sequence[int], sequences: Sequence[int]) -> None:
-        if self.dtype.kind != "f" and ids.dtype.kind not in "iu":
+        if ids.dtype.kind not in "iu":
             raise ValueError(f"token ids must be integers, document {self.num_documents} has {ids.dtype}")
         low, high = ids.min(), ids.max()
         if low < self._lowest or high > self._highest:
@@ -366,7 +368,7 @@ class IndexedWriter:
 
 def _open_exclusive(path: str) -> BinaryIO:
     """Opens a temporary file that only one living process can write; one left by a killed process is reused."""
-    file = open(path, "ab")
+    file = open(path, "ab")  # noqa: SIM115 (the writer keeps it)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +94,12 @@ def read_pieces(path: str | Path) -> Iterator[Piece]:
     if path.suffix not in TEXT_SUFFIXES:
         raise ValueError(f"{path}: expected a {' or '.join(TEXT_SUFFIXES)} file")
     with open(path, "rb") as file:
-        head = file.read(4)
+        head = file.peek(4)
         for magic, name in _BINARY_FORMATS.items():
             if head.startswith(magic):
                 raise ValueError(f"{path} is a {name} file; unpack it to {' or '.join(TEXT_SUFFIXES)} first")
-        file.seek(0)
-        if file.read(3) != _BOM:
-            file.seek(0)
+        if head.startswith(_BOM):
+            file.read(len(_BOM))
         yield from _json_lines(path, file) if path.suffix == ".jsonl" else _text_pieces(path, file)
 
 
@@ -204,8 +204,8 @@ def preprocess(
 ) -> Totals:
     """Writes the documents of `inputs`, in order, to PREFIX.bin/.idx/.json; the result does not depend on `workers`.
 
-    `progress` is called after each batch, `report` with each line skipped. Nothing is left behind on failure. Raises TextError
-    for a broken text, ValueError when there is no document at all, FileExistsError without `overwrite`.
+    `progress` is called after each batch, `report` with each line skipped. Nothing is left behind on failure. Raises
+    TextError for a broken text, ValueError when there is no document at all, FileExistsError without `overwrite`.
     """
     options = options or TextOptions()
     tokenizer = load_tokenizer(tokenizer_name)
@@ -223,7 +223,8 @@ def preprocess(
                 if progress:
                     progress(totals)
         if not totals.tokens:
-            raise ValueError(f"no documents in {', '.join(map(str, inputs))} ({totals.blank} blank, {totals.broken} broken)")
+            names = ", ".join(map(str, inputs))
+            raise ValueError(f"no documents in {names} ({totals.blank} blank, {totals.broken} broken)")
         writer.finish(tokenizer=tokenizer_record(tokenizer, tokenizer_name))
     except BaseException:
         writer.abort()
@@ -269,46 +270,103 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _encoded(
     batches: Iterable[list[Piece]], tokenizer: Tokenizer, name: str, options: TextOptions, workers: int
 ) -> Iterator[Iterator[Encoded]]:
-    """The encoded batches in order, by `workers` processes (1: by this one); a dead worker raises."""
+    """The encoded batches in order, by `workers` processes (1: by this one)."""
     if workers == 1:
         yield map(Encoder(tokenizer, options).encode, batches)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(name, options))
+    pool = WorkerPool()
     try:
-        yield _in_order(pool, batches, limit=3 * workers)
+        pool.start(workers, name, options)
+        yield pool.encode(batches)
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.stop()
 
 
-def _in_order(pool: ProcessPoolExecutor, batches: Iterable[list[Piece]], limit: int) -> Iterator[Encoded]:
-    """Results in input order, with at most `limit` batches in memory."""
-    pending: collections.deque[Future[Encoded]] = collections.deque()
-    for batch in batches:
-        pending.append(pool.submit(_encode_in_worker, batch))
-        if len(pending) >= limit:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+class WorkerPool:
+    """Encoding processes with a connection each, so that one that dies, at whatever moment, is an error and no wait.
+
+    (A shared result queue, as executors have, is blocked for good when a process is killed while writing to it.)
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[SpawnProcess] = []
+        self._connections: list[Connection[Any, Any]] = []
+
+    def start(self, count: int, tokenizer_name: str, options: TextOptions) -> None:
+        """Starts the processes; each loads the tokenizer itself."""
+        context = multiprocessing.get_context("spawn")
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, tokenizer_name, options), daemon=True)
+            self._connections.append(ours)
+            process.start()
+            self._processes.append(process)
+            theirs.close()  # the worker holds the only other end: its death closes it
+
+    def encode(self, batches: Iterable[list[Piece]]) -> Iterator[Encoded]:
+        """Results in input order; worker k takes every count-th batch, and has at most one waiting.
+
+        Raises what the encoder raised, and RuntimeError when a worker died.
+        """
+        sent = received = 0
+        for batch in batches:
+            with self._alive(sent) as connection:
+                connection.send(batch)
+            sent += 1
+            if sent - received == 2 * len(self._processes):
+                yield self._receive(received)
+                received += 1
+        for number in range(received, sent):
+            yield self._receive(number)
+
+    def _receive(self, number: int) -> Encoded:
+        with self._alive(number) as connection:
+            result = connection.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    @contextlib.contextmanager
+    def _alive(self, number: int) -> Iterator[Connection[Any, Any]]:
+        worker = number % len(self._processes)
+        try:
+            yield self._connections[worker]
+        except (EOFError, OSError) as error:
+            process = self._processes[worker]
+            process.join(1.0)
+            raise RuntimeError(f"worker {worker} died with exit code {process.exitcode}") from error
+
+    def stop(self) -> None:
+        """Ends all processes, busy or not."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
 
 
-_worker: Encoder | None = None  # one per worker process, set by its initializer
-
-
-def _start_worker(name: str, options: TextOptions) -> None:
-    global _worker
+def _work(connection: Connection[Any, Any], tokenizer_name: str, options: TextOptions) -> None:
+    """The main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = Encoder(load_tokenizer(name), options)
+    batches: queue.Queue[list[Piece]] = queue.Queue()
+    # Taking batches in apart from encoding keeps the parent's send from waiting for our own send.
+    threading.Thread(target=_take_in, args=(connection, batches), daemon=True).start()
+    encoder = Encoder(load_tokenizer(tokenizer_name), options)
+    while True:
+        batch = batches.get()
+        try:
+            result: Encoded | Exception = encoder.encode(batch)
+        except TextError as error:
+            result = error
+        except Exception as error:  # whatever it is, the parent must hear of it, and it may not pickle
+            result = RuntimeError(f"{type(error).__name__} near {batch[0].place}: {error}")
+        connection.send(result)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode_in_worker(batch: list[Piece]) -> Encoded:
-    assert _worker is not None
-    return _worker.encode(batch)
+def _take_in(connection: Connection[Any, Any], batches: queue.Queue[list[Piece]]) -> None:
+    try:
+        while True:
+            batches.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is gone

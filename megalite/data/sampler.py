@@ -127,8 +127,8 @@ def _columns(rows: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tenso
 def sample_hash(number: int, sample: Sample) -> int:
     """A 48-bit hash of a sample's tokens and labels and of its absolute number in the run."""
     digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=6)
-    digest.update(np.ascontiguousarray(sample.tokens))
-    digest.update(np.ascontiguousarray(sample.labels))
+    digest.update(np.ascontiguousarray(sample.tokens).data)
+    digest.update(np.ascontiguousarray(sample.labels).data)
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -1,0 +1,216 @@
+import json
+import logging
+import multiprocessing
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.data.blended import BlendedDataset
+from megalite.data.build import Datasets, build_datasets
+from megalite.data.cache import build_once
+from megalite.data.config import DataConfig, problems
+from megalite.data.corpus import demo_documents, prepare_demo
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed import IndexedDataset, IndexedWriter
+from megalite.data.preprocess import preprocess
+from megalite.data.tokenizer import load_tokenizer
+from tests.data.reference import prefix
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def _build(
+    cache: Path, *, num_samples: int | None = 50, valid: int = 0, vocab: int | None = None, **data: Any
+) -> Datasets:
+    settings: dict[str, Any] = {"seq_len": 16, "cache_dir": str(cache)} | data
+    config = DataConfig(**settings)
+    return build_datasets(config, seed=1, num_samples=num_samples, num_validation_samples=valid, vocab_size=vocab)
+
+
+def _write(path: Path, lengths: list[int], **more: Any) -> str:
+    with IndexedWriter(path, dtype="uint16", **more) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length) % 90)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    return demo_documents()
+
+
+def test_demo_corpus(cache: Path, documents: list[str]) -> None:
+    datasets = _build(cache, vocab=4093, valid=20)
+    tokenizer = datasets.tokenizer
+    assert tokenizer is not None and tokenizer.vocab_size == 4093
+    assert isinstance(datasets.train, GPTDataset) and datasets.validation is not None
+    data = datasets.train.source
+    assert data.num_tokens > 200_000 and len(data) > 300
+    assert len(documents) == len(data) and tokenizer.decode(data[3].tolist()) == documents[3]
+    assert not any(re.search(r"\+-{3,}\+|^=====", text, re.MULTILINE) for text in documents)
+    again = _build(cache, vocab=4093)
+    assert again.fingerprint == datasets.fingerprint
+    assert isinstance(again.train, GPTDataset) and again.train.source.prefix == data.prefix
+    assert len(list(cache.glob("demo-*.tmp"))) == 0
+
+
+def _prepare(directory: str) -> tuple[str, bytes]:
+    files = prepare_demo(Path(directory), tokenizer="byte")
+    return str(files.prefix), Path(f"{files.prefix}.bin").read_bytes()
+
+
+def test_demo_is_made_once_by_racing_processes(tmp_path: Path, documents: list[str]) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        results = pool.map(_prepare, [str(tmp_path)] * 3, chunksize=1)
+    assert len(set(results)) == 1
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == ["", ".lock"]
+    # The corpus does not depend on what a process has imported or replaced.
+    assert [bytes(s[:-1].astype(np.uint8)).decode() for s in IndexedDataset(results[0][0])] == documents
+
+
+def test_build_once_survives_a_failure_and_a_killed_builder(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+
+    def fail(scratch: Path) -> None:
+        (scratch / "half").write_text("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        build_once(target, fail)
+    assert not target.exists() and not list(tmp_path.glob("*.tmp"))
+    (tmp_path / "made.123.tmp").mkdir()  # left by a killed process
+
+    def succeed(scratch: Path) -> None:
+        (scratch / "file").write_text("whole")
+
+    build_once(target, succeed)
+    assert (target / "file").read_text() == "whole" and not list(tmp_path.glob("*.tmp"))
+    build_once(target, fail)
+
+
+def test_text_is_tokenised_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "mine.jsonl"
+    text.write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(60)))
+    first = _build(cache, paths=(str(text),), tokenizer="byte", valid=3, vocab=257)
+    assert isinstance(first.train, GPTDataset) and first.train.source.num_documents == 60
+    assert first.validation is not None and len(first.validation) >= 3
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.data.build.preprocess", lambda *_, **__: pytest.fail("tokenised again"))
+        assert _build(cache, paths=(str(text),), tokenizer="byte").fingerprint == first.fingerprint
+    text.write_text(text.read_text().replace("line 30", "LINE 30"))
+    assert _build(cache, paths=(str(text),), tokenizer="byte").fingerprint != first.fingerprint
+    demo = _build(cache, paths=(str(text),), vocab=4093)
+    assert demo.tokenizer is not None and demo.tokenizer.vocab_size == 4093
+
+
+def test_megatron_files_and_blends(cache: Path) -> None:
+    one = _build(cache, paths=(prefix("a_u16"),), vocab=1000)
+    assert isinstance(one.train, GPTDataset) and one.tokenizer is None and len(one.train) >= 50
+    paths = (prefix("a_u16"), prefix("b_i32"))
+    mixed = _build(cache, paths=paths, num_samples=100, blend=(3.0, 1.0))
+    assert isinstance(mixed.train, BlendedDataset) and mixed.train.counts() == [75, 25]
+    by_size = _build(cache, paths=paths, num_samples=1000, split="1")
+    assert isinstance(by_size.train, BlendedDataset)
+    assert by_size.train.counts() == pytest.approx([1000 * 1471 / (1471 + 672), 1000 * 672 / (1471 + 672)], abs=2)
+    everything = _build(cache, paths=paths, num_samples=None, split="1")
+    assert len(everything.train) == (1471 - 1) // 16 + (672 - 1) // 16
+    assert len(everything.summary) == 2
+
+
+def test_a_dataset_without_a_share(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = (prefix("a_u16"), prefix("b_i32"))
+    alone = _build(cache, paths=paths, blend=(0.0, 1.0))
+    assert isinstance(alone.train, GPTDataset) and alone.train.source.prefix == prefix("b_i32")
+    assert "a_u16 has no share in train and is left out" in caplog.text
+    small = _write(tmp_path / "small", [40])
+    both = _build(cache, paths=(prefix("a_u16"), small), blend=(1.0, 1.0), valid=4)
+    assert isinstance(both.train, BlendedDataset) and isinstance(both.validation, GPTDataset)
+
+
+def test_corpus_smaller_than_a_sequence(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = _write(tmp_path / "tiny", [5, 5])
+    with caplog.at_level(logging.WARNING):
+        datasets = _build(cache, paths=(tiny,), num_samples=7, valid=4)
+    assert len(datasets.train) >= 7 and "repeated for 12 epochs" in caplog.text
+    assert datasets.validation is None and "leaves no validation documents (of 2)" in caplog.text
+    with pytest.raises(ValueError, match="has 10 tokens, a sample needs 17"):
+        _build(cache, paths=(tiny,), num_samples=None)
+    for lengths in ([], [0, 0]):
+        empty = _write(tmp_path / f"empty{len(lengths)}", lengths)
+        with pytest.raises(ValueError, match=r"the train split of .* no tokens, but 7 samples of 16"):
+            _build(cache, paths=(empty,), num_samples=7)
+
+
+def test_missing_and_odd_paths(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("x")
+    for path, message in (
+        (tmp_path / "none", r"none does not exist, and there is no .*none\.idx; give a \.jsonl or \.txt file"),
+        (tmp_path / "none.jsonl", r"none\.jsonl does not exist"),
+        (tmp_path / "notes.md", "is not a text file that is understood"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            _build(cache, paths=(str(path),), tokenizer="byte")
+
+
+def test_vocabularies_must_fit(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"has token id 999, but model\.vocab_size has 500 entries"):
+        _build(cache, paths=(prefix("a_u16"),), vocab=500)
+    with pytest.raises(ValueError, match="has token id 999, but the tokenizer has 257 entries"):
+        _build(cache, paths=(prefix("a_u16"),), vocab=1000, tokenizer="byte")
+    text = tmp_path / "a.txt"
+    text.write_text("some text, " * 50)
+    with pytest.raises(ValueError, match=r"vocab_size=200 is smaller than the 257 ids .*; set model.vocab_size=257"):
+        _build(cache, paths=(str(text),), vocab=200, tokenizer="byte")
+    _build(cache, paths=(str(text),), vocab=300, tokenizer="byte")
+    assert "model.vocab_size=300, but the tokenizer" in caplog.text
+    preprocess([text], tmp_path / "made", "byte")
+    recorded = _build(cache, paths=(str(tmp_path / "made"),), vocab=257)
+    assert recorded.tokenizer is not None and recorded.tokenizer.eod == 256
+    other = prepare_demo(cache).tokenizer
+    with pytest.raises(ValueError, match=r"was made with another tokenizer \(byte, 257 ids\)"):
+        _build(cache, paths=(str(tmp_path / "made"),), vocab=4093, tokenizer=other)
+
+
+def test_the_recorded_tokenizer_may_be_gone(cache: Path, tmp_path: Path) -> None:
+    model = tmp_path / "t.model"
+    shutil.copy(prepare_demo(cache).tokenizer, model)
+    text = tmp_path / "a.txt"
+    text.write_text("some text, " * 50)
+    preprocess([text], tmp_path / "made", str(model))
+    found = _build(cache, paths=(str(tmp_path / "made"),), vocab=4093)
+    assert found.tokenizer is not None and found.tokenizer.fingerprint == load_tokenizer(model).fingerprint
+    model.unlink()
+    assert _build(cache, paths=(str(tmp_path / "made"),), vocab=4093, eod_mask_loss=True).tokenizer is None
+    with pytest.raises(ValueError, match=r"model.vocab_size=4000 is smaller than the 4093 ids"):
+        _build(cache, paths=(str(tmp_path / "made"),), vocab=4000)
+
+
+def test_num_samples_makes_runs_prefixes_of_each_other(cache: Path) -> None:
+    path = (prefix("a_u16"),)
+    fixed = DataConfig(paths=path, seq_len=16, num_samples=300, cache_dir=str(cache))
+    short, long = (build_datasets(fixed, seed=1, num_samples=n) for n in (100, 300))
+    assert all(np.array_equal(short.train[i].tokens, long.train[i].tokens) for i in range(100))
+    config = DataConfig(paths=path, seq_len=16, num_samples=50, cache_dir=str(cache))
+    with pytest.raises(ValueError, match=r"data.num_samples=50 makes 91 samples, the run needs 100"):
+        build_datasets(config, seed=1, num_samples=100)
+
+
+def test_problems_are_reported_at_once() -> None:
+    assert problems(DataConfig()) == []
+    bad = DataConfig(
+        paths=("a",), blend=(1.0, -1.0), seq_len=0, num_samples=0, split="x", pack="best_fit", reset_attention=True,
+        reset_positions=True,
+    )  # fmt: skip
+    found = problems(bad)
+    for part in ("seq_len=0", "num_samples=0", "2 weights for 1", "split='x'", "best_fit", "reset_attention=True"):
+        assert sum(part in line for line in found) == 1, part
+    assert len(found) == 7
+    with pytest.raises(ValueError, match=r"(?s)seq_len=0.*reset_positions=True"):
+        build_datasets(bad, seed=1, num_samples=1)

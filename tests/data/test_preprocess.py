@@ -1,0 +1,205 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data.indexed import IndexedDataset
+from megalite.data.preprocess import PIECE_BYTES, TextError, TextOptions, preprocess, read_pieces
+from megalite.data.tokenizer import load_tokenizer
+from tests.data.reference import prefix
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "preprocess_data.py"
+
+
+def _jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def _tool(*arguments: object, script: Path = TOOL) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def _texts(data: IndexedDataset) -> list[str]:
+    return [bytes(s[s < 256].astype(np.uint8)).decode() for s in data]
+
+
+def test_form_feeds_separate_documents_as_in_the_reference(tmp_path: Path) -> None:
+    preprocess([Path(prefix("kjv_sample.txt"))], tmp_path / "x", "byte")
+    for end in (".bin", ".idx"):
+        assert (tmp_path / f"x{end}").read_bytes() == Path(prefix("bytes_u16") + end).read_bytes()
+
+
+def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
+    texts = [f"document {i} " * (i % 50) + "é\n" for i in range(5000)]
+    inputs = [_jsonl(tmp_path / "a.jsonl", texts[:3000]), _jsonl(tmp_path / "b.jsonl", texts[3000:])]
+    for workers in (1, 3):
+        totals = preprocess(inputs, tmp_path / f"w{workers}", "byte", workers=workers)
+        assert totals.documents == 5000 and totals.bytes_read == sum(p.stat().st_size for p in inputs)
+    for end in (".bin", ".idx", ".json"):
+        assert (tmp_path / f"w1{end}").read_bytes() == (tmp_path / f"w3{end}").read_bytes()
+    data = IndexedDataset(tmp_path / "w3")
+    assert _texts(data) == texts
+    assert all(s[-1] == 256 and 256 not in s[:-1] for s in data)
+
+
+def test_texts_that_are_accepted(tmp_path: Path) -> None:
+    lines = ['{"text": "bom"}', "", "   ", '{"text": "\\u0000 nul"}', '{"text": "\\ud800 lone"}', '{"text": ""}']
+    lines += ['{"text": " \\n "}', '{"text": "<|endoftext|></s>"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    totals = preprocess([tmp_path / "a.jsonl"], tmp_path / "x", "byte")
+    assert _texts(IndexedDataset(tmp_path / "x")) == ["bom", "\0 nul", "\ufffd\ufffd\ufffd lone", "<|endoftext|></s>"]
+    assert (totals.documents, totals.blank, totals.replaced, totals.broken) == (4, 2, 1, 0)
+
+
+def test_blank_texts_can_be_kept_as_megatron_keeps_them(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", ["a", "", "  ", "b"])
+    preprocess([path], tmp_path / "x", "byte", options=TextOptions(keep_blank=True, append_eod=False))
+    data = IndexedDataset(tmp_path / "x")
+    assert _texts(data) == ["a", "  ", "b"]
+    assert data.document_index.tolist() == [0, 1, 1, 2, 3]
+
+
+def test_long_text_files_are_cut_at_blank_lines(tmp_path: Path) -> None:
+    text = "".join(f"line {i} of the text\n" + ("\n" if i % 7 == 0 else "") for i in range(12000))
+    (tmp_path / "a.txt").write_text(text + "\fsecond")
+    pieces = list(read_pieces(tmp_path / "a.txt"))
+    assert b"".join(p.data for p in pieces) == (text + "second").encode()
+    assert all(len(p.data) < PIECE_BYTES + 500 for p in pieces)
+    assert [p.is_end for p in pieces] == [False] * (len(pieces) - 2) + [True, True]
+    preprocess([tmp_path / "a.txt"], tmp_path / "x", "byte")
+    data = IndexedDataset(tmp_path / "x")
+    assert int((data.tokens == 256).sum()) == 2 and len(data) == len(pieces)
+
+
+BROKEN = {
+    "json": (b'{"text": "a', r"a\.jsonl:2: not JSON"),
+    "array": (b"[1]", r"a\.jsonl:2: expected a JSON object, found list"),
+    "key": (b'{"body": "x", "n": 1}', r"a\.jsonl:2: no key 'text'; keys are 'body', 'n'"),
+    "null": (b'{"text": null}', r"a\.jsonl:2: 'text' is NoneType, expected text"),
+    "utf-8": (b'{"text": "\xff"}', r"a\.jsonl:2: byte 10 is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_lines(kind: str, workers: int, tmp_path: Path) -> None:
+    line, message = BROKEN[kind]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "first"}\n' + line + b'\n{"text": "last"}\n')
+    with pytest.raises(TextError, match=message):
+        preprocess([path], tmp_path / "x", "byte", workers=workers)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    reported: list[str] = []
+    options = TextOptions(on_error="skip")
+    totals = preprocess([path], tmp_path / "x", "byte", options=options, workers=workers, report=reported.append)
+    assert _texts(IndexedDataset(tmp_path / "x")) == ["first", "last"]
+    assert totals.broken == 1 and len(reported) == 1
+
+
+def test_other_formats_are_recognised(tmp_path: Path) -> None:
+    for magic, name in ((b"PAR1", "Parquet"), (b"\x1f\x8b\x08\0", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd")):
+        (tmp_path / "a.jsonl").write_bytes(magic + b"rest")
+        with pytest.raises(ValueError, match=f"is a {name} file"):
+            preprocess([tmp_path / "a.jsonl"], tmp_path / "x", "byte")
+    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.txt file"):
+        preprocess([tmp_path / "a.csv"], tmp_path / "x", "byte")
+    (tmp_path / "a.txt").write_text("\n \f \n")
+    with pytest.raises(ValueError, match=r"no documents in .* \(2 blank, 0 broken\)"):
+        preprocess([tmp_path / "a.txt"], tmp_path / "x", "byte")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_the_tool_from_text_to_tokens(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", [f"the cat number {i} sat on the mat\n" for i in range(400)])
+    trainer = ROOT / "tools" / "train_tokenizer.py"
+    trained = _tool("--inputs", path, "--output", tmp_path / "t.model", "--vocab-size", 300, script=trainer)
+    assert trained.returncode == 0, trained.stderr
+    made = _tool(
+        "--inputs", path, "--output", tmp_path / "new" / "x", "--tokenizer", tmp_path / "t.model", "--workers", 2
+    )
+    assert made.returncode == 0, made.stderr
+    assert "400 documents" in made.stdout
+    data = IndexedDataset(tmp_path / "new" / "x")
+    tokenizer = load_tokenizer(tmp_path / "t.model")
+    assert tokenizer.decode(data[7].tolist()) == "the cat number 7 sat on the mat\n" and data[7][-1] == tokenizer.eod
+    side = data.side_file()
+    assert side is not None and side["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+
+
+def test_exit_status(tmp_path: Path) -> None:
+    good = _jsonl(tmp_path / "a.jsonl", ["a text"])
+    out = tmp_path / "out" / "x"
+    for arguments, named in (
+        (("--inputs", tmp_path / "none.jsonl", "--output", out, "--tokenizer", "byte"), "none.jsonl does not exist"),
+        (("--inputs", good, "--output", out, "--tokenizer", "byte", "--workers", 0), "--workers 0"),
+        (("--inputs", good, "--output", out, "--tokenizer", tmp_path / "t.model"), "t.model does not exist"),
+        (("--inputs", good, "--output", out, "--tokenizer", "byte", "--colour", "red"), "colour"),
+    ):
+        failed = _tool(*arguments)
+        assert failed.returncode == 2 and named in failed.stderr, failed.stderr
+    command = ("--inputs", good, "--output", out, "--tokenizer", "byte")
+    assert _tool(*command).returncode == 0
+    again = _tool(*command)
+    assert again.returncode == 2 and "add --overwrite" in again.stderr
+    good.write_text("broken\n")
+    bad = _tool(*command, "--overwrite", "--workers", 2)
+    assert bad.returncode == 1 and "a.jsonl:1: not JSON" in bad.stderr and "Traceback" not in bad.stderr
+    assert _texts(IndexedDataset(out)) == ["a text"]  # the old files are untouched
+    assert sorted(p.name for p in out.parent.iterdir()) == ["x.bin", "x.idx", "x.json"]
+
+
+def _children(parent: int) -> list[int]:
+    path = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(p) for p in path.read_text().split()] if path.exists() else []
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["worker killed", "terminated", "killed"])
+def test_no_death_hangs_or_leaves_workers(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    os.mkfifo(path)  # a reader waits for more text for as long as we hold it open
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = ["--inputs", path, "--output", tmp_path / "x", "--tokenizer", "byte", "--workers", "2"]
+    tool = subprocess.Popen([sys.executable, TOOL, *arguments], env=environment, stderr=subprocess.PIPE)
+    line = b'{"text": "' + b"word " * 700 + b'"}\n'  # smaller than a pipe's atomic write
+    deadline = time.monotonic() + 60
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # also a reader, so that it opens at once
+    workers: list[int] = []
+    try:
+        while tool.poll() is None and time.monotonic() < deadline:
+            try:
+                os.write(pipe, line)
+            except BlockingIOError:
+                time.sleep(0.005)
+            if not workers and len(children := _children(tool.pid)) > 1:
+                workers = children
+                victims = workers if kind == "worker killed" else [tool.pid]
+                for victim in victims:
+                    os.kill(victim, signal.SIGTERM if kind == "terminated" else signal.SIGKILL)
+    finally:
+        os.close(pipe)
+    assert workers
+    error = tool.communicate(timeout=30)[1].decode()
+    assert tool.returncode == {"worker killed": 1, "terminated": 143, "killed": -9}[kind], error
+    while any(map(_is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_is_running, workers))
+    assert not (tmp_path / "x.bin").exists() and not (tmp_path / "x.idx").exists()
+    assert (tmp_path / "x.bin.tmp").exists() == (kind == "killed")
