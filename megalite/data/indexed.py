@@ -247,7 +247,7 @@ class IndexedWriter:
     def _id_range(self, vocab_size: int | None) -> tuple[int, int]:
         if self.dtype.kind == "f":
             return 0, 0  # numbers that are not token ids: not checked
-        limits = np.iinfo(self.dtype)
+        limits = np.iinfo(self.dtype.name)
         if vocab_size is None:
             return int(limits.min), int(limits.max)
         return 0, min(vocab_size - 1, int(limits.max))

@@ -218,8 +218,9 @@ def preprocess(
         with _encoded(_batches(pieces), tokenizer, tokenizer_name, options, workers) as results:
             for encoded in results:
                 _write(writer, encoded, totals)
-                for problem in encoded.problems if report else ():
-                    report(problem)
+                if report:
+                    for problem in encoded.problems:
+                        report(problem)
                 if progress:
                     progress(totals)
         if not totals.tokens:
