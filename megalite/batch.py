@@ -36,7 +36,7 @@ class MicroBatch:
 
     @property
     def token_index(self) -> Tensor:
-        """int64 [s, b]: the number of each token in the whole run, absolute sample number x seq_len + position in row."""
+        """int64 [s, b]: the number of each token in the run, absolute sample number x seq_len + position in row."""
         place = torch.arange(self.seq_len, device=self.samples.device)
         return self.samples[None, :] * self.seq_len + place[:, None]
 

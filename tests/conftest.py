@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from megalite.testing.world import World
+from tests.tiny import write_tokens
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +13,9 @@ def world() -> Iterator[World]:
     """Gloo ranks that live for the session: `world.run(fn, *args, layout=..., ranks=n)`."""
     with World() as session_world:
         yield session_world
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a small token file of documents of odd lengths."""
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "odd")

@@ -6,32 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
-from megalite.config import Config
-from megalite.data.config import DataConfig
-from megalite.data.indexed import IndexedWriter
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
-from megalite.nn.config import ModelConfig
-from megalite.optim.config import OptimConfig
 from megalite.testing.layouts import LayoutDifference, prove_layouts
 from megalite.testing.world import World
-from megalite.train.config import TrainConfig
-
-VOCAB = 61
-
-LLAMA = ModelConfig(
-    name="llama", num_layers=5, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
-    z_loss=1e-3, init_std=0.2,
-)  # fmt: skip
-GPT2 = ModelConfig(
-    name="gpt2", num_layers=4, hidden_size=24, num_heads=4, ffn_hidden_size=40, vocab_size=VOCAB, max_positions=40,
-    tie_embeddings=True, hidden_dropout=0.2, attention_dropout=0.1, label_smoothing=0.1, init_std=0.2,
-)  # fmt: skip
-TIED_LLAMA = dataclasses.replace(LLAMA, tie_embeddings=True, num_layers=3, hidden_dropout=0.1)
-
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA}
+from tests.tiny import config_for
 
 # Every pair of (tensor cut, pipeline, data parallel, recompute, micro-batch size) values occurs with some model.
 COVER = [
@@ -60,28 +40,6 @@ COVER = [
 ]
 
 
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A token file of documents of odd lengths."""
-    prefix = tmp_path_factory.mktemp("tokens") / "odd"
-    generator = torch.Generator().manual_seed(0)
-    with IndexedWriter(prefix, dtype="uint16", vocab_size=VOCAB) as writer:
-        for length in torch.randint(3, 90, (60,), generator=generator).tolist():
-            writer.add_document(torch.randint(VOCAB, (length,), generator=generator).numpy())
-    return str(prefix)
-
-
-def config_for(model: str, tokens: str, cache: Path, **train: object) -> Config:
-    """Global batch of 16 rows of 32 tokens (sequence parallelism over 8 divides it)."""
-    settings: dict = {"global_batch_size": 16, "micro_batch_size": 2, "seed": 11, "num_steps": 2} | train
-    return Config(
-        model=MODELS[model],
-        data=DataConfig(paths=(tokens,), seq_len=32, split="100,0,0", cache_dir=str(cache)),
-        optim=OptimConfig(lr=0.05, schedule="linear", clip_grad=0.5, weight_decay=0.1),
-        train=TrainConfig(**settings),
-    )
-
-
 def prove(model: str, layout: str, tokens: str, folder: Path, world: World) -> LayoutDifference:
     """The largest differences of one layout from one rank."""
     (difference,) = prove_layouts(
@@ -91,9 +49,7 @@ def prove(model: str, layout: str, tokens: str, folder: Path, world: World) -> L
 
 
 @pytest.mark.parametrize(("model", "layout"), COVER, ids=[f"{m}-{lay}" for m, lay in COVER])
-def test_layout_is_a_deployment_detail(
-    model: str, layout: str, tokens: str, tmp_path: Path, world: World
-) -> None:
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
     difference = prove(model, layout, tokens, tmp_path, world)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10

@@ -2,7 +2,8 @@
 
 Starts the ranks itself, runs some steps of the config's own model in float64 with ragged loss masks, SGD and AdamW, and
 compares loss, every gradient before clipping, gradient norm and stepped weights with one rank. Exits with 1 when
-any relative difference is above 1e-9, naming the first tensor that differs. All other options are those of pretrain_gpt.py.
+any relative difference is above 1e-9, naming the first tensor that differs. All other options are those of
+pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megalite.config import ConfigError, check, load_config
+from megalite.config import Config, ConfigError, check, load_config
 from megalite.layout import Layout, parse_layout
 from megalite.testing.layouts import TOLERANCE, LayoutDifference, proof_config, prove_layouts
 from megalite.testing.world import World
@@ -38,18 +39,7 @@ def main() -> None:
     except (ConfigError, ValueError) as error:
         sys.exit(f"compare_layouts.py: {error}")
     console = Console()
-    most = max((layout.num_ranks for layout in layouts), default=1)
-    rows: list[LayoutDifference] = []
-    with World(max_ranks=most) as world, tempfile.TemporaryDirectory() as folder:
-        with console.status("starting") as status:
-            proofs = prove_layouts(
-                config, layouts, world, Path(folder), num_steps=arguments.num_steps, timeout=arguments.timeout,
-                on_start=lambda name: status.update(f"running {name} ({len(rows)} of {len(layouts)} layouts done)"),
-            )  # fmt: skip
-            for row in proofs:
-                rows.append(row)
-                if not console.is_terminal:
-                    print(f"{row.layout}: {'pass' if row.passed else 'FAIL'} in {row.seconds:.0f} s", flush=True)
+    rows = _prove(config, layouts, arguments, console)
     console.print(_table(rows))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([row.as_row() for row in rows], indent=1) + "\n")
@@ -57,6 +47,29 @@ def main() -> None:
     for row in failed:
         console.print(f"{row.layout} differs first in {row.first_diff}", style="red", highlight=False)
     sys.exit(1 if failed else 0)
+
+
+def _prove(
+    config: Config, layouts: Sequence[Layout], arguments: argparse.Namespace, console: Console
+) -> list[LayoutDifference]:
+    """Runs every layout, telling how far it is."""
+    rows: list[LayoutDifference] = []
+    world = World(max_ranks=max((layout.num_ranks for layout in layouts), default=1))
+    with world, tempfile.TemporaryDirectory() as folder, console.status("starting") as status:
+        proofs = prove_layouts(
+            config,
+            layouts,
+            world,
+            Path(folder),
+            num_steps=arguments.num_steps,
+            timeout=arguments.timeout,
+            on_start=lambda name: status.update(f"running {name} ({len(rows)} of {len(layouts)} layouts done)"),
+        )
+        for row in proofs:
+            rows.append(row)
+            if not console.is_terminal:
+                print(f"{row.layout}: {'pass' if row.passed else 'FAIL'} in {row.seconds:.0f} s", flush=True)
+    return rows
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(config, layouts: Sequence[Layout], num_steps: int) -> None:
+def _check(config: Config, layouts: Sequence[Layout], num_steps: int) -> None:
     """Every layout that cannot run is refused before any rank starts."""
     problems = []
     for layout in layouts:

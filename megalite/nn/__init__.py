@@ -1,0 +1,1 @@
+"""Blocks of a transformer, built on parallel layers and kernels."""

@@ -43,6 +43,7 @@ class ModelConfig:
     """Probability mass spread over the other vocabulary entries in the loss."""
     z_loss: float = 0.0
     """Weight of the squared log-partition term in the loss (PaLM, arXiv:2204.02311)."""
+
     @property
     def kv_heads(self) -> int:
         """Key and value heads."""

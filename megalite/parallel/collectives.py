@@ -6,6 +6,7 @@ from sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198). A size-1
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,9 +83,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, send: Sequence[int] | None, receive: Sequence[int] | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, send: Sequence[int] | None, receive: Sequence[int] | None) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
         return axis.all_to_all(x, send, receive)
 
@@ -96,7 +95,7 @@ class _AllToAll(torch.autograd.Function):
 def part_sizes(size: int, axis: Axis) -> list[int]:
     """Length of each rank's part when `size` is cut as [r size // n, (r + 1) size // n)."""
     borders = [rank * size // axis.size for rank in range(axis.size + 1)]
-    return [end - start for start, end in zip(borders, borders[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(borders)]
 
 
 def _gather_parts(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:

@@ -48,7 +48,9 @@ def hashed_normal(index: Tensor, name: str, seed: int) -> Tensor:
     return radius.mul_(_uniform(second).mul_(2.0 * math.pi).cos_())
 
 
-def _flat_index(offset: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _flat_index(
+    offset: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], device: torch.device
+) -> Tensor:
     """Flat global index of every element of a rectangle."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):

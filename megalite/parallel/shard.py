@@ -57,7 +57,7 @@ class Shard:
     def pieces(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
         """(global offset, sizes, view of `local`) of each rectangle of the global tensor that `local` holds."""
         assert local.shape == self.local_shape, f"{self.name}: {tuple(local.shape)} is not {self.local_shape}"
-        runs = [((0, size),) for size in self.shape]
+        runs: list[Segments] = [((0, size),) for size in self.shape]
         for cut in self.cuts:
             runs[cut.dim] = cut.segments
         yield from _rectangles(local, runs, 0, (), ())

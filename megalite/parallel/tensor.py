@@ -423,5 +423,4 @@ def share_queue(module: nn.Module, queue: WeightGradQueue) -> None:
     """Makes every linear of `module` hand its weight gradients to `queue` (one per pipeline stage)."""
     for child in module.modules():
         if isinstance(getattr(child, "queue", None), WeightGradQueue):
-            child.queue = queue  # pyright: ignore[reportAttributeAccessIssue]
-
+            setattr(child, "queue", queue)  # noqa: B010 (not an attribute that nn.Module declares)

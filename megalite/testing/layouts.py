@@ -26,7 +26,7 @@ from megalite.parallel.data import main_grad
 from megalite.parallel.shard import shard_of
 from megalite.testing.world import World
 from megalite.train.build import build_training
-from megalite.train.step import Training
+from megalite.train.step import Training, train_step
 
 OPTIMIZERS = ("sgd", "adamw")
 TOLERANCE = 1e-9
@@ -53,7 +53,7 @@ class LayoutDifference:
 
     def as_row(self) -> dict[str, object]:
         """The row of the JSON report."""
-        row = dataclasses.asdict(self)
+        row: dict[str, object] = dataclasses.asdict(self)
         return row | {"pass": self.passed}
 
 
@@ -120,7 +120,7 @@ def _steps(config: Config, mpu: ParallelState, num_steps: int) -> Iterator[tuple
             wrap_data=lambda data: RaggedMasks(data, config.train.seed),
         )
         for step in range(num_steps):
-            result = training.train_step(step)
+            result = train_step(training, step)
             scalars = {"loss": result.loss, "grad_norm": result.grad_norm, "tokens": float(result.num_tokens)}
             yield f"{optimizer} step {step + 1}", training, scalars
 

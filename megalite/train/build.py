@@ -77,9 +77,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
     )
 
 
-def build_stage(
-    config: Sections, mpu: ParallelState, index: int, layers: range, device: torch.device
-) -> Transformer:
+def build_stage(config: Sections, mpu: ParallelState, index: int, layers: range, device: torch.device) -> Transformer:
     """Stage `index`, built on the meta device and given memory and values shard by shard."""
     spec = StageSpec(index, config.parallel.pp * config.parallel.vpp, layers)
     with torch.device("meta"):

@@ -172,7 +172,10 @@ def _abort(board: Board, error: BaseException) -> None:
     if cause.rank != board.rank and (lost or cause.text == summary):
         board.end(f"[rank {board.rank}] stopped because {cause}", linger=FOLLOW_SECONDS)
     text = f"[rank {board.rank}] raised, and ends the job of {board.world_size} ranks:\n"
-    text += "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
+    if isinstance(error, SystemExit):
+        text += f"{error.code}\n"  # a message for the user: where it came from does not matter
+    else:
+        text += "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
     if lost:
         text += "No rank has told of an error before: one was killed, or its machine is gone (out of memory?).\n"
     get_error_handler().record_exception(error)  # for torchrun's closing summary

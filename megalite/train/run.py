@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -14,16 +15,19 @@ from rich.console import Console
 from rich.table import Table
 
 from megalite.checkpoint.config import CheckpointConfig
+from megalite.checkpoint.manifest import CheckpointError
 from megalite.kernels.attention import resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.mpu import ParallelState
+from megalite.optim.optimizer import NonFiniteGradient
 from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import default_callbacks
+from megalite.train.checkpoints import ResumeError
 from megalite.train.distributed import Launch, start
 from megalite.train.run_folder import RunFolder
 from megalite.train.step import Training
-from megalite.train.trainer import Outcome, Trainer
+from megalite.train.trainer import NonFiniteError, Outcome, Trainer
 
 logger = logging.getLogger("megalite")
 
@@ -54,29 +58,38 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
     with start(config.train.device) as launch:
         mpu = ParallelState.build(config.parallel)
         console = Console(quiet=not mpu.world.is_first)
-        folder = RunFolder.open(
-            config.train.run_dir or "runs/default",
-            mpu,
-            resume=config.train.resume,
-            read_only=config.train.eval_only,
-            console=console,
-            write_config=write_config,
-        )
-        choices = choose_kernels(config, launch.device)
-        training = build_training(config, mpu, launch.device)
+        with _told_plainly(ValueError, OSError):
+            folder = RunFolder.open(
+                config.train.run_dir or "runs/default",
+                mpu,
+                resume=config.train.resume,
+                read_only=config.train.eval_only,
+                console=console,
+                write_config=write_config,
+            )
+            choices = choose_kernels(config, launch.device)
+            training = build_training(config, mpu, launch.device)
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
-        return Trainer(config, training, callbacks, folder=folder).run()
+        with _told_plainly(ResumeError, CheckpointError, NonFiniteGradient, NonFiniteError), closing(folder):
+            return Trainer(config, training, callbacks, folder=folder).run()
+
+
+@contextmanager
+def _told_plainly(*errors: type[Exception]) -> Iterator[None]:
+    """Ends the run with the message alone, where an error says what the user can mend."""
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
 
 
 def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     """Sets this process up for its device; returns what was chosen, by operation, for the log."""
     kernels: KernelConfig = config.kernels
     seq_len, dropout = config.data.seq_len, config.model.attention_dropout
-    choices = {
-        "attention": resolve_attention(
-            kernels.attention, device=device, dtype=config.train.dtype, dropout=dropout, seq_len=seq_len
-        )
+    choices: dict[str, str] = {
+        "attention": resolve_attention(kernels.attention, device=device, dropout=dropout, seq_len=seq_len)
     }
     if device.type == "cpu":
         if config.train.precision == "fp32":
@@ -85,9 +98,7 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     return choices
 
 
-def _report(
-    config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console
-) -> None:
+def _report(config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console) -> None:
     """What rank 0 says before the first step: the model, the data, the layout and the kernels."""
     mpu = training.mpu
     owned = sum(stage.num_owned_parameters() for stage in training.stages.values())

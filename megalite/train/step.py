@@ -49,14 +49,6 @@ class Training:
     datasets: Datasets
     num_steps: int
 
-    def train_step(self, step: int) -> StepResult:
-        """Runs the optimizer step after `step` others."""
-        return train_step(self, step)
-
-    def evaluate(self, num_steps: int) -> float:
-        """Mean loss over `num_steps` global batches of the validation split; changes nothing in training."""
-        return evaluate(self, num_steps)
-
     def learning_rate(self, step: int) -> float:
         """The learning rate that the step after `step` others uses."""
         config = self.optimizer.config

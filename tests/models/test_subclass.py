@@ -12,9 +12,7 @@ from megalite.models import MODELS
 from megalite.testing.layouts import prove_layouts
 from megalite.testing.world import World
 from tests.models import primer
-from tests.test_layouts import config_for, tokens
-
-__all__ = ["tokens"]
+from tests.tiny import config_for
 
 
 def add_primer() -> None:
@@ -23,7 +21,7 @@ def add_primer() -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2+dp2+recompute:full"])
-def test_a_users_architecture(layout: str, tokens: str, tmp_path: Path, world: World) -> None:  # noqa: F811
+def test_a_users_architecture(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
     config = config_for("llama", tokens, tmp_path)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="primer", ffn_hidden_size=32))
     (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, setup=add_primer)

@@ -167,7 +167,9 @@ def _dense_loss(logits: Tensor, labels: Tensor, smoothing: float, z: float) -> T
     return -(target * log_p).sum(-1) + z * log_z.square()
 
 
-def _vocab_loss(mpu: ParallelState, logits: Tensor, labels: Tensor, smoothing: float, z: float) -> tuple[Tensor, Tensor]:
+def _vocab_loss(
+    mpu: ParallelState, logits: Tensor, labels: Tensor, smoothing: float, z: float
+) -> tuple[Tensor, Tensor]:
     vocab = logits.shape[-1]
     start, end = (r * vocab // mpu.tp.size for r in (mpu.tp.rank, mpu.tp.rank + 1))
     local = logits[..., start:end].clone().requires_grad_()
@@ -188,9 +190,7 @@ def test_cross_entropy_is_the_dense_one(world: World, smoothing: float, z: float
     dense = logits.clone().requires_grad_()
     expected = _dense_loss(dense, labels, smoothing, z)
     (expected * torch.arange(1, 7).view(3, 2)).sum().backward()
-    for loss, grad in world.run(
-        _vocab_loss, logits, labels, smoothing, z, layout=ParallelConfig(tp=tp), ranks=tp
-    ):
+    for loss, grad in world.run(_vocab_loss, logits, labels, smoothing, z, layout=ParallelConfig(tp=tp), ranks=tp):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(grad, dense.grad, rtol=1e-11, atol=1e-11)
 

@@ -1,0 +1,1 @@
+"""Building, stepping, looping, launching: from a configuration to a trained model."""

@@ -1,0 +1,135 @@
+"""pretrain_gpt.py as users start it: several ranks, a kill in mid-run, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.tiny import VOCAB
+
+ROOT = Path(__file__).parents[1]
+TIMING = {"tokens_per_second", "step_seconds", "tflops_per_second", "mfu", "peak_memory_mb"}
+LIMIT = 180
+
+
+@pytest.fixture
+def config(tokens: str, tmp_path: Path) -> Path:
+    """A tiny GPT-2 with dropout, validation and checkpoints."""
+    content = {
+        "model": {
+            "name": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB,
+            "max_positions": 32, "tie_embeddings": True, "hidden_dropout": 0.1,
+        },
+        "data": {"paths": [tokens], "seq_len": 32, "split": "80,20,0", "cache_dir": str(tmp_path / "cache")},
+        "optim": {"lr": 1e-2, "warmup_steps": 2, "decay_steps": 8},
+        "train": {"num_steps": 8, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32", "eval_every": 3},
+        "checkpoint": {"every": 2, "keep_last": 0},
+    }  # fmt: skip
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def _command(ranks: int, config: Path, run_dir: Path, *options: str) -> list[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "pretrain_gpt.py", "--config", str(config), "--train.run-dir", str(run_dir), *options]
+
+
+def _run(ranks: int, config: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(ranks, config, run_dir, *options), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _rows(run_dir: Path, *, timing: bool = False) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return rows if timing else [{k: v for k, v in row.items() if k not in TIMING} for row in rows]
+
+
+def test_four_ranks_give_the_losses_of_one(config: Path, tmp_path: Path) -> None:
+    layout = ("--parallel.tp", "2", "--parallel.pp", "2", "--parallel.sequence-parallel")
+    for name, ranks, options in (("x1", 1, ()), ("x4", 4, layout)):
+        done = _run(ranks, config, tmp_path / name, *options)
+        assert done.returncode == 0, done.stderr
+    one, four = _rows(tmp_path / "x1"), _rows(tmp_path / "x4")
+    assert [row["step"] for row in four] == list(range(1, 9))
+    for a, b in zip(one, four, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a["grad_norm"] - b["grad_norm"]) < 1e-4
+        for key in ("sample_fingerprint", "tokens", "samples", "learning_rate", "loss_tokens"):
+            assert a[key] == b[key], key
+    assert one[-1]["tokens"] == 8 * 8 * 32
+    validation = [(tmp_path / name / "validation.jsonl").read_text().splitlines() for name in ("x1", "x4")]
+    assert [len(rows) for rows in validation] == [2, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(ranks: int, config: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert _run(ranks, config, whole).returncode == 0
+    process = subprocess.Popen(
+        _command(ranks, config, killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    begin = time.monotonic()
+    while not (killed / "checkpoints" / "latest").exists():
+        assert process.poll() is None and time.monotonic() - begin < LIMIT, "no checkpoint appeared"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) < 8, "the run was over before the kill"
+    done = _run(ranks, config, killed, "--train.resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    assert _rows(killed) == _rows(whole)
+
+
+def test_a_signal_saves_and_the_run_goes_on(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "stopped"
+    process = subprocess.Popen(
+        _command(1, config, run_dir, "--train.num-steps", "2000", "--checkpoint.every", "0"), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    begin = time.monotonic()
+    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() - begin < LIMIT
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output
+    assert "stopped by SIGTERM" in output and "--train.resume auto" in output
+    last = _rows(run_dir)[-1]["step"]
+    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--parallel.tp", "3"), "model.num_heads=4 is not divisible by parallel.tp=3"),
+        (("--model.num-layer", "3"), "did you mean"),
+        (("--data.paths", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
+        (("--model.vocab-size", "40"), "vocab"),
+        (("--train.precision", "fp8"), "not built yet"),
+        (("--data.seq-len", "100000"), "max_positions"),
+        (("--parallel.zero", "3"), "parallel.zero=3"),
+    ],
+)
+def test_bad_input_is_named_without_a_traceback(
+    options: tuple[str, ...], message: str, config: Path, tmp_path: Path
+) -> None:
+    done = _run(1, config, tmp_path / "bad", *options)
+    assert done.returncode != 0
+    assert message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "bad").exists(), "a run that cannot start leaves nothing behind"

@@ -1,0 +1,49 @@
+"""Tiny models and a tiny corpus of odd sizes, for tests of whole training steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.config import Config
+from megalite.data.config import DataConfig
+from megalite.data.indexed import IndexedWriter
+from megalite.nn.config import ModelConfig
+from megalite.optim.config import OptimConfig
+from megalite.train.config import TrainConfig
+
+VOCAB = 61
+
+LLAMA = ModelConfig(
+    name="llama", num_layers=5, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
+    z_loss=1e-3, init_std=0.2,
+)  # fmt: skip
+GPT2 = ModelConfig(
+    name="gpt2", num_layers=4, hidden_size=24, num_heads=4, ffn_hidden_size=40, vocab_size=VOCAB, max_positions=40,
+    tie_embeddings=True, hidden_dropout=0.2, attention_dropout=0.1, label_smoothing=0.1, init_std=0.2,
+)  # fmt: skip
+TIED_LLAMA = replace(LLAMA, tie_embeddings=True, num_layers=3, hidden_dropout=0.1)
+
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA}
+
+
+def write_tokens(prefix: Path) -> str:
+    """A token file of documents of odd lengths; returns its prefix."""
+    generator = torch.Generator().manual_seed(0)
+    with IndexedWriter(prefix, dtype="uint16", vocab_size=VOCAB) as writer:
+        for length in torch.randint(3, 90, (60,), generator=generator).tolist():
+            writer.add_document(torch.randint(VOCAB, (length,), generator=generator).numpy())
+    return str(prefix)
+
+
+def config_for(model: str, tokens: str, cache: Path, **train: object) -> Config:
+    """Global batch of 16 rows of 32 tokens (sequence parallelism over 8 divides it)."""
+    settings: dict = {"global_batch_size": 16, "micro_batch_size": 2, "seed": 11, "num_steps": 2} | train
+    return Config(
+        model=MODELS[model],
+        data=DataConfig(paths=(tokens,), seq_len=32, split="100,0,0", cache_dir=str(cache)),
+        optim=OptimConfig(lr=0.05, schedule="linear", clip_grad=0.5, weight_decay=0.1),
+        train=TrainConfig(**settings),
+    )

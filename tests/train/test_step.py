@@ -1,0 +1,157 @@
+"""What a step is, on one rank and on two: the loss rule, no hidden state, ties that hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.data.gpt_dataset import Sample, SampleSource
+from megalite.layout import parse_layout
+from megalite.mpu import ParallelConfig, ParallelState
+from megalite.parallel.data import main_grad
+from megalite.parallel.shard import shard_of
+from megalite.testing.world import World
+from megalite.train.build import build_training
+from megalite.train.step import StepResult, Training, evaluate, train_step
+from tests.tiny import config_for
+
+CPU = torch.device("cpu")
+
+
+def _build(config: Config, mpu: ParallelState | None = None, masks: MaskRows | None = None) -> Training:
+    return build_training(config, mpu if mpu is not None else ParallelState.single(), CPU, wrap_data=masks)
+
+
+def _grads(training: Training) -> dict[str, Tensor]:
+    return {shard_of(p).name: main_grad(p).clone() for dp in training.data_parallels.values() for p in dp.parameters}
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRows:
+    """Keeps the first `counts[i]` labels of sample i (0 beyond the list)."""
+
+    counts: tuple[int, ...]
+    dataset: SampleSource | None = None
+
+    def __call__(self, dataset: SampleSource) -> SampleSource:
+        """Wraps a dataset."""
+        return dataclasses.replace(self, dataset=dataset)
+
+    def __len__(self) -> int:
+        assert self.dataset is not None
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        assert self.dataset is not None
+        sample = self.dataset[i]
+        mask = np.zeros_like(sample.loss_mask)
+        mask[: self.counts[i] if i < len(self.counts) else 0] = 1
+        return sample._replace(loss_mask=mask)
+
+
+def _two_rows(config: Config, mpu: ParallelState | None = None) -> StepResult:
+    """One step of two rows, with five valid labels and with one."""
+    return train_step(_build(config, mpu, MaskRows((5, 1))), 0)
+
+
+def _on_ranks(mpu: ParallelState, config: Config) -> tuple[StepResult, dict[str, Tensor]]:
+    training = _build(config, mpu, MaskRows((5, 1)))
+    return train_step(training, 0), _grads(training)
+
+
+def test_the_loss_is_the_mean_over_all_valid_tokens_not_a_mean_of_means(
+    tokens: str, tmp_path: Path, world: World
+) -> None:
+    config = config_for("llama", tokens, tmp_path, global_batch_size=2, micro_batch_size=1, precision="fp64")
+    one_rank = _build(config, masks=MaskRows((5, 1)))
+    expected = train_step(one_rank, 0)
+    assert expected.num_tokens == 6
+    rows = [train_step(_build(config, masks=MaskRows(counts)), 0).loss for counts in ((5,), (0, 1))]
+    assert abs(expected.loss - (5 * rows[0] + rows[1]) / 6) < 1e-12
+    assert abs(expected.loss - (rows[0] + rows[1]) / 2) > 1e-3, "the case must tell the two means apart"
+    for result, grads in world.run(_on_ranks, config, layout=ParallelConfig(), ranks=2):
+        assert abs(result.loss - expected.loss) < 1e-12 and result.num_tokens == 6
+        for name, grad in _grads(one_rank).items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_batch_without_a_valid_token_gives_a_zero_gradient(model: str, tokens: str, tmp_path: Path) -> None:
+    config = config_for(model, tokens, tmp_path, precision="fp64")
+    training = _build(config, masks=MaskRows(()))
+    result = train_step(training, 0)
+    assert (result.loss, result.num_tokens, result.grad_norm) == (0.0, 0, 0.0) and not result.skipped
+    assert not any(grad.any() for grad in _grads(training).values())
+
+
+def test_no_step_draws_from_a_random_stream(tokens: str, tmp_path: Path) -> None:
+    training = _build(config_for("gpt2", tokens, tmp_path, eval_every=1, eval_steps=1))
+    before, numpy_before = torch.get_rng_state(), str(np.random.get_state())
+    train_step(training, 0)
+    train_step(training, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert str(np.random.get_state()) == numpy_before
+
+
+def test_recompute_changes_no_bit(tokens: str, tmp_path: Path) -> None:
+    found = []
+    for recompute in ("none", "full"):
+        training = _build(config_for("gpt2", tokens, tmp_path, precision="fp32", recompute=recompute))
+        train_step(training, 0)
+        found.append(_grads(training))
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name]), name
+
+
+def test_evaluation_changes_nothing(tokens: str, tmp_path: Path) -> None:
+    config = config_for("gpt2", tokens, tmp_path, precision="fp32", eval_every=1, eval_steps=1)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="80,20,0"))
+    plain, watched = _build(config), _build(config)
+    losses = []
+    for step in range(2):
+        plain_result = train_step(plain, step)
+        losses.append(evaluate(watched, 1))
+        assert train_step(watched, step) == plain_result
+    assert losses[0] != losses[1] and all(0 < loss < 10 for loss in losses)
+
+
+def test_bf16_follows_float32(tokens: str, tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        config = config_for("llama", tokens, tmp_path, precision=precision, num_steps=6)
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=1e-2))
+        training = _build(config)
+        losses[precision] = [train_step(training, step).loss for step in range(6)]
+    assert losses["fp32"][-1] < losses["fp32"][0] - 0.02
+    np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=0.01)
+
+
+def _tied_weights(mpu: ParallelState, config: Config) -> list[Tensor]:
+    """Embedding, or head, of this stage after each of three steps."""
+    training = _build(config, mpu)
+    found = []
+    for step in range(3):
+        train_step(training, step)
+        for stage in training.stages.values():
+            holder = stage.embedding if stage.embedding is not None else stage.head
+            assert holder is not None
+            found.append(holder.weight.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2+dp2+tp2"])
+def test_tied_copies_stay_bit_equal(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    place = parse_layout(layout)
+    config = place.apply(config_for("gpt2", tokens, tmp_path, precision="fp32", num_steps=3))
+    first = place.num_ranks // 2
+    found = world.run(_tied_weights, config, layout=place.parallel, ranks=place.num_ranks)
+    for rank in range(first):
+        for embedding, head in zip(found[rank], found[rank + first], strict=True):
+            assert torch.equal(embedding, head)
+    assert not torch.equal(found[0][0], found[0][2]), "the weight must move"
