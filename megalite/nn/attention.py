@@ -84,13 +84,11 @@ class ParallelAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[s, b, heads, d] each -> [s, b, heads, d]."""
         p = self.dropout if context.training else 0.0
-        backend = resolve_attention(self.choice, device=q.device, dtype=q.dtype, dropout=p, seq_len=q.shape[0])
+        backend = resolve_attention(self.choice, device=q.device, dropout=p, seq_len=q.shape[0])
         dropout = None
         if p > 0.0:
             key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), q.device)
-            dropout = AttentionDropout(
-                p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head
-            )
+            dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
         return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout)
 
 

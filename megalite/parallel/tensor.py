@@ -52,7 +52,7 @@ def _main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _accumulate(weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor) -> None:
-    """Adds dy^T x to the gradients of the weights whose outputs stand side by side in `dy`; frozen ones are passed over."""
+    """Adds dy^T x to the gradients of the weights whose outputs stand side by side in `dy`, but for frozen ones."""
     learning = all(weight.requires_grad for weight in weights)
     grads = _main_grads(weights) if learning else []
     whole = adjacent(grads) if learning else None

@@ -1,4 +1,4 @@
-"""From sections of a configuration to a `Training`: model stages, buckets, optimizer, data and executor of this rank."""
+"""From sections of a configuration to a `Training`: stages, buckets, optimizer, data and executor of this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel layers against one rank: forward, every gradient, shards that tile the global tensor."""
+"""Tensor- and sequence-parallel layers against one rank: outputs, every gradient, shards that tile the whole."""
 
 from __future__ import annotations
 
