@@ -170,10 +170,12 @@ def test_dropout_statistics() -> None:
 
 
 def test_resolve() -> None:
-    def resolve(choice: Literal["auto", "sdpa", "block"], device: str, dropout: float) -> str:
-        return resolve_attention(choice, device=torch.device(device), dtype=torch.float32, dropout=dropout, seq_len=512)
+    def resolve(choice: Literal["auto", "sdpa", "block"], device: str, dropout: float, seq_len: int = 512) -> str:
+        return resolve_attention(choice, device=torch.device(device), dropout=dropout, seq_len=seq_len)
 
     assert resolve("auto", "cpu", 0.0) == "block"
+    assert resolve("auto", "cpu", 0.0, 4096) == "sdpa"
+    assert resolve("auto", "cpu", 0.1, 4096) == "block"
     assert resolve("auto", "cuda", 0.1) == "block"
     assert resolve("auto", "cuda", 0.0) == "sdpa"
     assert resolve("sdpa", "cpu", 0.0) == "sdpa"

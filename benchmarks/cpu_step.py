@@ -1,0 +1,354 @@
+"""Step time of a Llama of 32 M parameters on the CPU, against its GEMM floor and Hugging Face in plain PyTorch.
+
+Each case lives in processes of its own (peak memory is theirs alone) and they take turns, a step at a time, so that
+a busy machine is busy for all of them; the best step of each counts. The peer is transformers' LlamaForCausalLM with
+torch.optim.AdamW, in the precision itself (so bf16 without float32 master weights), with no clipping. megalite runs
+its whole `train_step`, gradient norm and clipping included. Cases with several ranks share the same cores and run
+`--num-microbatches` micro-batches a step; their floor is that many floors of one process on all the threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from floor import GemmFloor
+from rich.console import Console
+from rich.table import Table
+from torch import distributed as dist
+
+from megalite.config import Config
+from megalite.data.build import Datasets
+from megalite.data.config import DataConfig
+from megalite.data.gpt_dataset import Sample
+from megalite.data.sampler import GlobalBatches
+from megalite.layout import parse_layout
+from megalite.mpu import ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.optim.config import OptimConfig
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel.data import DataParallel
+from megalite.pipeline.executor import Executor
+from megalite.pipeline.schedule import make_plan
+from megalite.train.build import build_stage, stage_layers
+from megalite.train.config import TrainConfig
+from megalite.train.run import choose_kernels
+from megalite.train.step import Training, train_step
+
+SEQ_LEN, MICRO_BATCH = 512, 4
+MODEL = ModelConfig(num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1408, vocab_size=8192)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    name: str
+    """megalite, huggingface or floor."""
+    precision: str
+    """A train.precision."""
+    threads: int
+    """Per rank."""
+    model: ModelConfig
+    layout: str = "single"
+    num_microbatches: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return parse_layout(self.layout).num_ranks
+
+
+def megalite_step(case: Case) -> Callable[[], object]:
+    """One whole training step of megalite on this rank: what `Trainer` calls."""
+    layout = parse_layout(case.layout)
+    config = layout.apply(
+        Config(
+            model=case.model,
+            data=DataConfig(seq_len=SEQ_LEN),
+            optim=OptimConfig(lr=1e-4, schedule="constant"),
+            train=TrainConfig(
+                precision=case.precision,  # pyright: ignore[reportArgumentType]
+                micro_batch_size=MICRO_BATCH,
+                global_batch_size=MICRO_BATCH * case.num_microbatches,
+            ),
+        )
+    )
+    device, mpu = torch.device("cpu"), ParallelState.build(config.parallel)
+    choose_kernels(config, device)
+    batches = GlobalBatches(
+        dataset=RandomTokens(case.model.vocab_size),
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=MICRO_BATCH,
+        dp_rank=mpu.dp.rank,
+        dp_size=mpu.dp.size,
+    )
+    plan = make_plan(config.parallel.schedule, config.parallel.pp, batches.num_microbatches, config.parallel.vpp)
+    layers = stage_layers(config.model, config.parallel)
+    stages = {i: build_stage(config, mpu, i, layers[i], device) for i in plan.stages_of(mpu.pp.rank)}
+    reducers = {i: DataParallel(stage.units(), mpu, queue=stage.queue) for i, stage in stages.items()}
+    training = Training(
+        mpu=mpu,
+        device=device,
+        stages=stages,
+        data_parallels=reducers,
+        executor=Executor(plan, stages, reducers, mpu, device),
+        optimizer=Optimizer(config.optim, list(reducers.values()), mpu),
+        batches=batches,
+        validation=None,
+        datasets=Datasets(train=batches.dataset, validation=None, tokenizer=None, summary=[], fingerprint=""),
+        num_steps=1000,
+    )
+    return lambda: train_step(training, 0)
+
+
+def huggingface_step(case: Case) -> Callable[[], object]:
+    """The plain PyTorch loop of the same model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=case.model.vocab_size,
+            hidden_size=case.model.hidden_size,
+            intermediate_size=case.model.ffn_size,
+            num_hidden_layers=case.model.num_layers,
+            num_attention_heads=case.model.num_heads,
+            num_key_value_heads=case.model.kv_heads,
+            max_position_embeddings=SEQ_LEN,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+    model.to(DTYPES[case.precision])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, case.model.vocab_size, (MICRO_BATCH, SEQ_LEN))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+class RandomTokens:
+    """Uniform random rows."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, i: int, /) -> Sample:
+        row = np.random.default_rng(i).integers(0, self.vocab_size, SEQ_LEN + 1)
+        return Sample(row[:-1], row[1:], np.ones(SEQ_LEN, np.float32), np.arange(SEQ_LEN))
+
+
+def work(case: Case, rank: int, port: int, pipe: Connection) -> None:
+    """The body of a case's process: a step at each request, its peak memory when told to stop."""
+    try:
+        torch.set_num_threads(case.threads)
+        if case.ranks > 1:
+            address = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=case.ranks)
+        step = _timed(case)
+        pipe.send(0.0)
+        while pipe.recv():
+            pipe.send(step())
+        pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        if case.ranks > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+def _timed(case: Case) -> Callable[[], float]:
+    """A call that runs a step and returns its seconds."""
+    if case.name == "floor":
+        floor = GemmFloor(case.model, seq_len=SEQ_LEN, batch=MICRO_BATCH, dtype=DTYPES[case.precision])
+
+        def measure() -> float:
+            floor.measure()
+            return floor.seconds
+
+        return measure
+    step = megalite_step(case) if case.name == "megalite" else huggingface_step(case)
+
+    def timed() -> float:
+        if case.ranks > 1:
+            dist.barrier()
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    return timed
+
+
+@dataclass
+class Team:
+    """The running processes of a case, and what they measured."""
+
+    case: Case
+    seconds: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+
+    def __enter__(self) -> Team:
+        context = multiprocessing.get_context("spawn")
+        port, self._pipes, self._processes = _free_port(), [], []
+        # Read by OpenMP when a child loads it: idle threads must leave the cores to the other cases.
+        os.environ |= {
+            "OMP_NUM_THREADS": str(self.case.threads),
+            "OMP_WAIT_POLICY": "PASSIVE" if self.case.ranks > 1 else "ACTIVE",
+        }
+        for rank in range(self.case.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(self.case, rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect()
+        return self
+
+    def step(self) -> float:
+        """Seconds of a step, of the slowest rank."""
+        for pipe in self._pipes:
+            pipe.send(True)
+        return max(self._collect())
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for pipe in self._pipes:
+                pipe.send(False)
+            self.peak_mb = max(self._collect())
+        for process in self._processes:
+            if kind is not None:
+                process.terminate()
+            process.join()
+
+    def _collect(self) -> list[float]:
+        answers = []
+        for pipe in self._pipes:
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                answer = "its process ended"
+            if isinstance(answer, str):
+                raise RuntimeError(f"{self.case.name} {self.case.layout} {self.case.precision}: {answer}")
+            answers.append(answer)
+        return answers
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def race(cases: Sequence[Case], rounds: int, console: Console) -> list[dict[str, object]]:
+    """Rows of the table for cases of one precision, the first of which is the floor."""
+    teams = [Team(case) for case in cases]
+    with ExitStack() as stack:
+        for team in teams:
+            stack.enter_context(team)
+        with console.status(f"{cases[0].precision}: warming up") as status:
+            for number in range(WARM_UP + rounds):
+                for team in teams:
+                    seconds = team.step()
+                    if number >= WARM_UP or team.case.name == "floor":
+                        team.seconds.append(seconds)
+                status.update(f"{cases[0].precision}: {max(0, number + 1 - WARM_UP)} of {rounds} rounds")
+    return _rows(teams)
+
+
+def _rows(teams: Sequence[Team]) -> list[dict[str, object]]:
+    floor, *others = teams
+    best = {id(team): min(team.seconds) / team.case.num_microbatches for team in teams}
+    (peer,) = (team for team in others if team.case.name == "huggingface")
+    return [
+        {
+            "name": team.case.name,
+            "dtype": team.case.precision,
+            "ranks": team.case.ranks,
+            "layout": team.case.layout,
+            "threads": team.case.threads,
+            "step_over_floor": best[id(team)] / best[id(floor)],
+            "ratio_to_hf": best[id(peer)] / best[id(team)],
+            "peak_mb": team.peak_mb,
+            "tokens_per_second": SEQ_LEN * MICRO_BATCH / best[id(team)],
+            "floor_seconds": best[id(floor)],
+        }
+        for team in others
+    ]
+
+
+def _cases(arguments: argparse.Namespace, precision: str) -> list[Case]:
+    model = arguments.model
+    common = {"precision": precision, "model": model}
+    cases = [Case(name=name, threads=arguments.threads, **common) for name in ("floor", "huggingface", "megalite")]
+    for layout in arguments.layouts:
+        threads = max(1, arguments.threads // parse_layout(layout).num_ranks)
+        cases.append(
+            Case(name="megalite", threads=threads, layout=layout, num_microbatches=arguments.num_microbatches, **common)
+        )
+    return cases
+
+
+def _table(rows: Sequence[dict[str, object]]) -> Table:
+    table = Table(title=f"One training step, {SEQ_LEN * MICRO_BATCH} tokens a micro-batch")
+    columns = {
+        "name": "", "dtype": "", "layout": "", "ranks": "d", "threads": "d", "step_over_floor": ".2f",
+        "ratio_to_hf": ".2f", "tokens_per_second": ",.0f", "peak_mb": ",.0f",
+    }  # fmt: skip
+    heads = {"step_over_floor": "step / floor", "ratio_to_hf": "tokens/s over HF", "peak_mb": "peak MB"}
+    for column, form in columns.items():
+        table.add_column(heads.get(column, column.replace("_", " ")), justify="right" if form else "left")
+    for row in rows:
+        table.add_row(*(format(row[column], form) for column, form in columns.items()))
+    return table
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
+    parser.add_argument("--layouts", nargs="*", default=("dp2", "tp2", "pp2"), help="of more than one rank")
+    parser.add_argument("--num-microbatches", type=int, default=8, help="a step of several ranks (default 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each case (default 5)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each case, all ranks")
+    parser.add_argument("--num-layers", type=int, default=MODEL.num_layers, help="for a quick look at a small model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    arguments = parser.parse_args()
+    arguments.model = ModelConfig(**{**vars(MODEL), "num_layers": arguments.num_layers})
+    console = Console()
+    rows = [
+        row for precision in arguments.dtypes for row in race(_cases(arguments, precision), arguments.rounds, console)
+    ]
+    console.print(_table(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
