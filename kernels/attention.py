@@ -82,15 +82,15 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     """The `block` backend's forward, outside autograd: (out [s, b, heads, dv], log-sum-exp [s, b, heads])."""
     s, b, num_heads, _ = q.shape
-    group = num_heads // k.shape[2]
+    group, num_kv = num_heads // k.shape[2], k.shape[2]
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q_rows, k_cols, v_rows = _rows(q, group).to(wide), _cols(k, 1, wide), _rows(v, 1)
-    out = q_rows.new_empty(*q_rows.shape[:2], v.shape[-1], dtype=dtype)
-    lse = q_rows.new_empty(*q_rows.shape[:2], 1)
+    q_rows, k_rows, v_rows = _rows(q, group, wide), _rows(k, 1, wide), _rows(v, 1, dtype)
+    out = q_rows.new_empty(b * num_kv, s * group, v.shape[-1], dtype=dtype)
+    lse = q_rows.new_empty(b * num_kv, s * group, 1)
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         rows = slice(start * group, stop * group)
-        scores = torch.bmm(q_rows[:, rows], k_cols[:, :, :stop])
+        scores = torch.bmm(q_rows[:, rows], k_rows[:, :stop].mT)
         scores[:, :, start:] += _future(stop - start, wide, q.device).mT.repeat_interleave(group, 0)
         top = scores.amax(-1, keepdim=True).mul_(scale)
         probs = _exp_(scores, scale, top)
@@ -123,27 +123,32 @@ def block_backward(
     group = num_heads // k.shape[2]
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     delta = (dout.to(wide) * out).sum(-1)
-    lse_cols, delta = (_cols(row.unsqueeze(-1), group, wide) for row in (lse, delta))
-    q_rows, k_rows, do_rows, v_rows = _rows(q, group), _rows(k, 1), _rows(dout, group), _rows(v, 1).to(wide)
-    q_cols, do_cols, k_wide = _cols(q, group, wide), _cols(dout, group, wide), k_rows.to(wide)
-    dq, dk, dv = torch.zeros_like(q_rows, dtype=wide), torch.empty_like(k_rows), torch.empty_like(v_rows, dtype=dtype)
+    lse, delta = (_rows(row.unsqueeze(-1), group, wide).mT for row in (lse, delta))
+    q_rows, k_rows, v_rows, do_rows = (
+        _rows(q, group, wide),
+        _rows(k, 1, wide),
+        _rows(v, 1, wide),
+        _rows(dout, group, wide),
+    )
+    q_low, k_low, do_low = (x.to(dtype) for x in (q_rows, k_rows, do_rows))
+    dq, dk, dv = torch.zeros_like(q_rows), torch.empty_like(k_low), torch.empty_like(v_rows, dtype=dtype)
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         keys, queries = slice(start, stop), slice(start * group, s * group)
-        scores = torch.bmm(k_wide[:, keys], q_cols[:, :, queries])
+        scores = torch.bmm(k_rows[:, keys], q_rows[:, queries].mT)
         future = _future(stop - start, wide, q.device).repeat_interleave(group, 1)
         scores[:, :, : future.shape[1]] += future
-        probs = dropped = _exp_(scores, scale, lse_cols[:, :, queries])
-        dprobs = torch.bmm(v_rows[:, keys], do_cols[:, :, queries])
+        probs = dropped = _exp_(scores, scale, lse[:, :, queries])
+        dprobs = torch.bmm(v_rows[:, keys], do_rows[:, queries].mT)
         if dropout is not None:
             drop = ~_keep(dropout, slice(start, s), keys, group, num_heads)
             rescale = 1.0 / (1.0 - dropout.p)
             dropped = probs.masked_fill(drop, 0.0).mul_(rescale)
             dprobs.masked_fill_(drop, 0.0).mul_(rescale)
-        torch.bmm(dropped.to(dtype), do_rows[:, queries], out=dv[:, keys])
+        torch.bmm(dropped.to(dtype), do_low[:, queries], out=dv[:, keys])
         dscores = dprobs.sub_(delta[:, :, queries]).mul_(probs).to(dtype)
-        dk[:, keys] = torch.bmm(dscores, q_rows[:, queries]).mul_(scale)
-        dq[:, queries] += torch.bmm(dscores.mT, k_rows[:, keys])
+        dk[:, keys] = torch.bmm(dscores, q_low[:, queries]).mul_(scale)
+        dq[:, queries] += torch.bmm(dscores.mT, k_low[:, keys])
     dq.mul_(scale)
     num_kv = k.shape[2]
     return _unfold(dq, b, num_heads, group).to(dtype), _unfold(dk, b, num_kv, 1), _unfold(dv, b, num_kv, 1)
@@ -172,19 +177,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.permute(2, 0, 1, 3)
 
 
-def _rows(x: Tensor, group: int) -> Tensor:
-    """[s, b, heads, d] to [b * heads / group, s * group, d]: position-major rows, a group's heads side by side."""
+def _rows(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """[s, b, heads, d] to [b * heads / group, s * group, d] in dtype: a group's heads are neighbouring rows."""
     s, b, heads, d = x.shape
-    rows = x.view(s, b, heads // group, group, d).permute(1, 2, 0, 3, 4)
-    return rows.reshape(b * heads // group, s * group, d)
-
-
-def _cols(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """The contiguous transpose of `_rows` in dtype: [b * heads / group, d, s * group]."""
-    s, b, heads, d = x.shape
-    cols = x.new_empty(b, heads // group, d, s, group, dtype=dtype)
-    cols.copy_(x.view(s, b, heads // group, group, d).permute(1, 2, 4, 0, 3))
-    return cols.view(b * heads // group, d, s * group)
+    rows = x.new_empty(b, heads // group, s, group, d, dtype=dtype)
+    rows.copy_(x.view(s, b, heads // group, group, d).permute(1, 2, 0, 3, 4))
+    return rows.view(b * heads // group, s * group, d)
 
 
 def _unfold(rows: Tensor, b: int, heads: int, group: int) -> Tensor:

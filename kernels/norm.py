@@ -23,17 +23,17 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight).to(x.dtype)
+        return (wide * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        normed = x * rstd
-        dx, dweight = _centred_grads(grads[0], normed, weight.to(rstd.dtype))
+        normed = x.to(rstd.dtype) * rstd
+        dx, dweight = _centred_grads(grads[0].to(rstd.dtype), normed, weight.to(rstd.dtype))
         return dx.mul_(rstd).to(x.dtype), dweight.to(weight.dtype), None
 
 
@@ -54,16 +54,16 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dy, wide_weight = grads[0], weight.to(rstd.dtype)
-        normed = (x - mean).mul_(rstd)
+        dy, wide_weight = grads[0].to(rstd.dtype), weight.to(rstd.dtype)
+        normed = (x.to(rstd.dtype) - mean).mul_(rstd)
         dx, dweight = _centred_grads(dy, normed, wide_weight)
-        dx.sub_((dy.to(rstd.dtype) @ wide_weight).div_(x.shape[-1]).unsqueeze(-1))
-        dbias = dy.flatten(0, -2).sum(0, dtype=rstd.dtype)
+        dx.sub_((dy @ wide_weight).div_(x.shape[-1]).unsqueeze(-1))
+        dbias = dy.flatten(0, -2).sum(0)
         return dx.mul_(rstd).to(x.dtype), dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None
 
 
 def _centred_grads(dy: Tensor, normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy * weight less its part along normed, gradient of weight); overwrites normed."""
+    """(dy * weight less its part along normed, gradient of weight), all of one dtype; overwrites normed."""
     product = dy * normed
     along = (product @ weight).div_(weight.shape[0]).unsqueeze(-1)
     return (dy * weight).sub_(normed.mul_(along)), product.flatten(0, -2).sum(0)
