@@ -1,10 +1,8 @@
 """The model-parallel unit: which rank plays which part, and the communication groups that follow.
 
-Everything is derived from one rank grid. `RankGrid` is pure arithmetic; `ParallelState.build` turns the rows
-of the grid that this rank belongs to into `Axis` objects, and is the only place that makes process groups.
-Collectives are methods of `Axis`, so that each one can be counted (`Axis.stats`) and named when it hangs.
-
-The grid and the two factorings (dense and expert) follow Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473).
+`ParallelState.build` turns the rows of the rank grid (`megalite.grid`) that this rank belongs to into `Axis`
+objects, and is the only place that makes process groups. Collectives are methods of `Axis`, so that each one can be
+counted (`Axis.stats`) and named when it hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -24,172 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DENSE_AXES = ("tp", "cp", "dp", "pp")
-EXPERT_AXES = ("etp", "ep", "edp", "pp")
-ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
+from megalite.grid import ParallelConfig, RankGrid
 
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the work is cut. The data-parallel size is what remains of the world."""
-
-    tp: int = 1
-    """Tensor-parallel size: heads, feed-forward width and vocabulary are cut."""
-    pp: int = 1
-    """Pipeline-parallel size: the layers are cut into stages."""
-    cp: int = 1
-    """Context-parallel size: the sequence is cut."""
-    ep: int = 1
-    """Expert-parallel size: the experts are distributed."""
-    etp: int = 1
-    """Tensor-parallel size inside an expert."""
-    vpp: int = 1
-    """Virtual pipeline stages (model chunks) on each pipeline rank."""
-    sequence_parallel: bool = False
-    """Cut the sequence over the tensor-parallel ranks between the parallel layers."""
-    schedule: str = "1f1b"
-    """Pipeline schedule: 1f1b or gpipe."""
-    zero: int = 0
-    """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
-    cp_mode: str = "ring"
-    """How attention crosses the sequence cut."""
-    order: str = "tp-cp-ep-dp-pp"
-    """Order of the axes in the rank numbering, the fastest first; the axis with the most traffic belongs first."""
-    layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; by default stages are balanced by their matmul cost."""
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""
-        return self.grid(world_size).sizes["dp"]
-
-    def grid(self, world_size: int) -> RankGrid:
-        """The rank grid of this layout over `world_size` ranks."""
-        return RankGrid.for_world(world_size, self)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """The numbering of ranks: a pure function of the axis sizes and their order.
-
-    `sizes` holds every axis of both factorings; ranks are numbered with the first axis of the order fastest.
-    The expert factoring (etp, ep, edp) numbers the ranks of a pipeline stage a second time.
-    """
-
-    sizes: dict[str, int]
-    order: tuple[str, ...]
-
-    @staticmethod
-    def for_world(world_size: int, config: ParallelConfig) -> RankGrid:
-        """The grid of `config` over `world_size` ranks; raises ValueError listing everything that does not fit."""
-        problems = RankGrid.problems(world_size, config)
-        if problems:
-            raise ValueError("\n".join(problems))
-        stage_ranks = world_size // config.pp
-        sizes = {
-            "tp": config.tp, "cp": config.cp, "pp": config.pp, "dp": stage_ranks // (config.tp * config.cp),
-            "ep": config.ep, "etp": config.etp, "edp": stage_ranks // (config.ep * config.etp),
-        }  # fmt: skip
-        return RankGrid(sizes, tuple(config.order.split("-")))
-
-    @staticmethod
-    def problems(world_size: int, config: ParallelConfig) -> list[str]:
-        """Why `config` cannot be laid over `world_size` ranks (empty when it can)."""
-        found = [
-            f"parallel.{name}={getattr(config, name)} must be at least 1"
-            for name in ("tp", "pp", "cp", "ep", "etp", "vpp")
-            if getattr(config, name) < 1
-        ]
-        if sorted(config.order.split("-")) != sorted(ORDER_NAMES):
-            found.append(f"parallel.order={config.order!r} must name each of {'-'.join(ORDER_NAMES)} once")
-        if found:
-            return found
-        model = config.tp * config.cp * config.pp
-        if world_size % model:
-            found.append(
-                f"world size {world_size} is not divisible by tp * cp * pp = {config.tp} * {config.cp} * {config.pp}"
-                f" = {model}; their product can be {_divisors(world_size)}"
-            )
-            return found
-        stage_ranks = world_size // config.pp
-        if stage_ranks % (config.ep * config.etp):
-            found.append(
-                f"ep * etp = {config.ep} * {config.etp} does not divide the {stage_ranks} ranks of a pipeline stage"
-                f" (tp * cp * dp); their product can be {_divisors(stage_ranks)}"
-            )
-        return found
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.sizes["tp"] * self.sizes["cp"] * self.sizes["dp"] * self.sizes["pp"]
-
-    def _strides(self, axes: Iterable[str]) -> dict[str, int]:
-        """The stride of each of `axes`, the fastest first."""
-        strides, stride = {}, 1
-        for axis in axes:
-            strides[axis] = stride
-            stride *= self.sizes[axis]
-        return strides
-
-    @functools.cached_property
-    def _dense(self) -> dict[str, int]:
-        return self._strides(name for name in self.order if name != "ep")
-
-    @functools.cached_property
-    def _expert(self) -> dict[str, int]:
-        """Strides inside a stage, over the number that `_in_stage` gives."""
-        rename = {"tp": "etp", "dp": "edp", "ep": "ep"}
-        return self._strides(rename[name] for name in self.order if name in rename)
-
-    def _in_stage(self, rank: int) -> tuple[int, int]:
-        """(pipeline rank, number of `rank` among the ranks of its stage)."""
-        stride, stages = self._dense["pp"], self.sizes["pp"]
-        return rank // stride % stages, rank // (stride * stages) * stride + rank % stride
-
-    def _from_stage(self, stage: int, number: int) -> int:
-        stride, stages = self._dense["pp"], self.sizes["pp"]
-        return (number // stride * stages + stage) * stride + number % stride
-
-    def coordinates(self, rank: int, *, expert: bool = False) -> dict[str, int]:
-        """Where `rank` stands on each axis of the dense (or the expert) factoring."""
-        if not expert:
-            return {axis: rank // stride % self.sizes[axis] for axis, stride in self._dense.items()}
-        stage, number = self._in_stage(rank)
-        place = {axis: number // stride % self.sizes[axis] for axis, stride in self._expert.items()}
-        return place | {"pp": stage}
-
-    def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but `axes` (of one factoring), in ascending order."""
-        if self._expert.keys().isdisjoint(axes):
-            return self._vary(rank, axes, self._dense)
-        assert self._expert.keys() >= set(axes), f"{axes} are not axes of the expert factoring inside a stage"
-        stage, number = self._in_stage(rank)
-        return tuple(self._from_stage(stage, other) for other in self._vary(number, axes, self._expert))
-
-    def _vary(self, number: int, axes: Sequence[str], strides: Mapping[str, int]) -> tuple[int, ...]:
-        numbers = [number]
-        for axis in axes:
-            mine = number // strides[axis] % self.sizes[axis]
-            numbers = [n + (i - mine) * strides[axis] for n in numbers for i in range(self.sizes[axis])]
-        return tuple(sorted(numbers))
-
-    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """All groups along `axes`: a partition of the world."""
-        seen: dict[int, tuple[int, ...]] = {}
-        for rank in range(self.world_size):
-            if rank not in seen:
-                seen.update(dict.fromkeys(members := self.members(rank, axes), members))
-        return list(dict.fromkeys(seen.values()))
-
-    def embedding_members(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the first and the last pipeline stage on `rank`'s pipeline, or just `rank` between them."""
-        pipeline = self.members(rank, ("pp",))
-        ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
-        return ends if rank in ends else (rank,)
+__all__ = ["Axis", "ParallelConfig", "ParallelState", "RankGrid"]
 
 
 @dataclass

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite import mpu as mpu_module
-from megalite.mpu import DENSE_AXES, EXPERT_AXES, ORDER_NAMES, LastCall, ParallelConfig, ParallelState, RankGrid
+from megalite.grid import DENSE_AXES, EXPERT_AXES, ORDER_NAMES
+from megalite.mpu import LastCall, ParallelConfig, ParallelState, RankGrid
 from megalite.testing.world import World
 
 COMBINED = [("dp", "cp"), ("tp", "cp"), ("tp", "dp", "cp"), ("tp", "pp")]

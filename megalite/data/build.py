@@ -163,6 +163,9 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
         demo = prepare_demo(cache, vocab_size=demo_vocab, tokenizer=config.tokenizer)
         return [str(demo.prefix)], load_tokenizer(demo.tokenizer)
     texts = [p for p in config.paths if Path(p).suffix in TEXT_SUFFIXES]
+    for path in texts:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"data.paths: {path} does not exist")
     name = config.tokenizer
     if texts and not name:
         name = prepare_demo(cache, vocab_size=demo_vocab).tokenizer
@@ -189,8 +192,6 @@ def _existing(path: str) -> str:
 
 def _tokenised(path: Path, name: str, fingerprint: str, json_key: str, cache: Path) -> Path:
     """The prefix of a text file's tokens in the cache; they are made on first use."""
-    if not path.is_file():
-        raise FileNotFoundError(f"data.paths: {path} does not exist")
     stat = path.stat()
     with open(path, "rb") as file:
         head = file.read(_EDGE)

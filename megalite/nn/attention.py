@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ class ParallelAttention(nn.Module):
             raise ValueError("\n".join(problems))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
         self.scale = 1.0 / math.sqrt(config.head_size)
-        self.choice = kernels.attention
+        self.choice: Literal["auto", "sdpa", "block"] = kernels.attention
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         kv = OutputPart(config.kv_heads, config.head_size, _kv_replicas(mpu, config.kv_heads))

@@ -36,7 +36,7 @@ _NOISE = 1e-6
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """Largest relative difference of a layout from one rank, by kind; `first_diff` names the first that is too large."""
+    """Largest relative difference of a layout from one rank, by kind; `first_diff` names the first too large."""
 
     layout: str
     loss: float
