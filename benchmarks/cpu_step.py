@@ -52,7 +52,7 @@ from megalite.train.step import Training, train_step
 SEQ_LEN, MICRO_BATCH = 512, 4
 MODEL = ModelConfig(num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1408, vocab_size=8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_UP = 2
+WARM_UP = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--layouts", nargs="*", default=("dp2", "tp2", "pp2"), help="of more than one rank")
     parser.add_argument("--num-microbatches", type=int, default=8, help="a step of several ranks (default 8)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each case (default 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each case (default 3)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each case, all ranks")
     parser.add_argument("--num-layers", type=int, default=MODEL.num_layers, help="for a quick look at a small model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")

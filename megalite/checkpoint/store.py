@@ -34,7 +34,8 @@ from megalite.checkpoint.manifest import (
     held,
     layout_of,
 )
-from megalite.checkpoint.tensors import sync_folder, write_tensors, write_text
+from megalite.checkpoint.tensors import write_tensors
+from megalite.files import replace_text, sync_folder
 from megalite.mpu import ParallelState
 
 LATEST = "latest"
@@ -160,6 +161,8 @@ def _prepare(root: Path, fresh: Path, size: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(".writing_*"):
         shutil.rmtree(leftover)  # of a save that was cut short
+    for leftover in root.glob(f".{LATEST}.*"):
+        leftover.unlink()
     free = shutil.disk_usage(root).free
     if free < size + _SPARE:
         raise CheckpointError(
@@ -196,7 +199,7 @@ def _manifest(step: int, state: Mapping[str, Any], written: Sequence[_Written], 
 
 def _finish(root: Path, fresh: Path, final: Path, manifest: Manifest) -> None:
     """Completes the folder, moves it into place, and then the pointer."""
-    write_text(fresh / MANIFEST, manifest.to_json())
+    replace_text(fresh / MANIFEST, manifest.to_json())
     old = root / f".old_{final.name}"
     if (final / MANIFEST).is_file():
         shutil.rmtree(old, ignore_errors=True)
@@ -205,7 +208,7 @@ def _finish(root: Path, fresh: Path, final: Path, manifest: Manifest) -> None:
         shutil.rmtree(final)
     os.rename(fresh, final)
     sync_folder(root)
-    write_text(root / LATEST, final.name + "\n")
+    replace_text(root / LATEST, final.name + "\n")
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -44,23 +44,3 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(text) + offset
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes `text` so that a reader, or a crash, sees the old file or the new one, never a part."""
-    fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Waits until the entries of a folder are on disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from megalite.config.sections import (
     nearest_section,
 )
 from megalite.config.values import convert, read_yaml
+from megalite.files import replace_text
 
 Values = dict[str, dict[str, Any]]
 
@@ -196,10 +196,4 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes `config` as YAML that is itself a valid --config; the file appears whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(file.name, 0o644)  # temporary files are private, a run's config is not
-    os.replace(file.name, target)
+    replace_text(target, yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megalite.files import replace_bytes
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -198,16 +200,6 @@ def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[np.dtype[Any], i
     return DTYPES[code], count, marks
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replaces `path` as a whole: readers see the old bytes or the new ones."""
-    scratch = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with open(scratch, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-
-
 class IndexedWriter:
     """Writes PREFIX.bin/.idx/.json; nothing appears under these names before `finish`, and .idx comes last.
 
@@ -332,8 +324,8 @@ class IndexedWriter:
             # Without its old .idx the pair is missing, never mismatched, should we die between the renames.
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             os.replace(self._scratch, self.prefix + ".bin")
-            write_atomic(Path(self.prefix + ".json"), json.dumps(self._side_file(extra), indent=1).encode() + b"\n")
-            write_atomic(Path(self.prefix + ".idx"), self._index_bytes())
+            replace_bytes(Path(self.prefix + ".json"), json.dumps(self._side_file(extra), indent=1).encode() + b"\n")
+            replace_bytes(Path(self.prefix + ".idx"), self._index_bytes())
         except BaseException:
             self.abort()
             raise

@@ -233,7 +233,35 @@ class FusedColumnParallelLinear(nn.Module):
         return f"parts={dict(zip(self._names, self.sizes, strict=True))} of {self.axis}"
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What a column- and a row-parallel linear share: a weight cut over `axis` along one dim, and a bias."""
+
+    def __init__(
+        self, in_features: int, out_features: int, cut: Cut, bias: Shard | None, *, skip_bias_add: bool, init_std: float
+    ):
+        super().__init__()
+        self.in_features, self.out_features, self.axis = in_features, out_features, cut.axis
+        self.skip_bias_add, self.init_std = skip_bias_add, init_std
+        self.queue = WeightGradQueue()
+        shard = Shard("weight", (out_features, in_features), (cut,))
+        self.weight = set_shard(nn.Parameter(torch.empty(shard.local_shape)), shard)
+        self.bias = None
+        if bias is not None:
+            self.bias = set_shard(nn.Parameter(torch.zeros(bias.local_shape)), bias)
+        init_unless_meta(self)
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight N(0, init_std^2) by global name and index, bias zero."""
+        normal_(self.weight, seed, self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Global sizes and place."""
+        return f"in_features={self.in_features}, out_features={self.out_features} over {self.axis}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Y = X A^T + b with A cut along its output features: rank r holds rows [r out // n, (r + 1) out // n).
 
     Input [s, b, in], the same on every rank of `axis` (under sequence parallelism: its rows of the sequence,
@@ -253,25 +281,11 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         init_std: float = 0.02,
     ):
-        super().__init__()
-        self.in_features, self.out_features, self.axis, self.init_std = in_features, out_features, axis, init_std
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.enter = "gather" if sequence_parallel else "copy"
-        self.queue = WeightGradQueue()
         cut = Cut(axis, 0, even_cut(out_features, axis))
-        weight = nn.Parameter(torch.empty(cut.segments[0][1], in_features))
-        self.weight = set_shard(weight, Shard("weight", (out_features, in_features), (cut,)))
-        self.bias = None
-        if bias:
-            zeros = nn.Parameter(torch.zeros(cut.segments[0][1]))
-            self.bias = set_shard(zeros, Shard("bias", (out_features,), (cut,), decay=False))
-        init_unless_meta(self)
-
-    def init_parameters(self, seed: int) -> None:
-        """Weight N(0, init_std^2) by global name and index, bias zero."""
-        normal_(self.weight, seed, self.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        bias_shard = Shard("bias", (out_features,), (cut,), decay=False) if bias else None
+        super().__init__(in_features, out_features, cut, bias_shard, skip_bias_add=skip_bias_add, init_std=init_std)
+        self.gather_output = gather_output
+        self.enter = "gather" if sequence_parallel else "copy"
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [.., in] -> [.., out / n] (see the class)."""
@@ -281,17 +295,13 @@ class ColumnParallelLinear(nn.Module):
             y = gather_from(y, self.axis, -1, self.out_features)
         return (y, self.bias) if self.skip_bias_add else y
 
-    def extra_repr(self) -> str:
-        """Global sizes and place."""
-        return f"in_features={self.in_features}, out_features={self.out_features} over {self.axis}"
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Y = X A^T + b with A cut along its input features; the ranks' partial products are summed.
 
-    Input [s, b, in / n], cut like a column-parallel output (with `input_is_parallel` false: whole, and cut here).
-    Output [s, b, out], or this rank's rows [s / n, b, out] under sequence parallelism. The bias is whole on every rank
-    and added after the sum.
+    Input [s, b, in / n], cut like a column-parallel output, by whole units of `unit` features (with
+    `input_is_parallel` false: whole, and cut here). Output [s, b, out], or this rank's rows [s / n, b, out] under
+    sequence parallelism. The bias is whole on every rank and added after the sum.
     """
 
     def __init__(
@@ -307,27 +317,12 @@ class RowParallelLinear(nn.Module):
         init_std: float = 0.02,
         unit: int = 1,
     ):
-        super().__init__()
         assert input_is_parallel or not sequence_parallel, "under sequence parallelism the input must be parallel"
-        self.in_features, self.out_features, self.axis, self.init_std = in_features, out_features, axis, init_std
-        self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
-        self.skip_bias_add = skip_bias_add
-        self.queue = WeightGradQueue()
         cut = Cut(axis, 1, even_cut(in_features // unit, axis, unit))
-        weight = nn.Parameter(torch.empty(out_features, cut.segments[0][1]))
-        self.weight = set_shard(weight, Shard("weight", (out_features, in_features), (cut,)))
-        self.bias = None
-        if bias:
-            partial = (axis,) if sequence_parallel and axis.size > 1 else ()
-            zeros = nn.Parameter(torch.zeros(out_features))
-            self.bias = set_shard(zeros, Shard("bias", (out_features,), partial=partial, decay=False))
-        init_unless_meta(self)
-
-    def init_parameters(self, seed: int) -> None:
-        """Weight N(0, init_std^2) by global name and index, bias zero."""
-        normal_(self.weight, seed, self.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        partial = (axis,) if sequence_parallel and axis.size > 1 else ()
+        bias_shard = Shard("bias", (out_features,), partial=partial, decay=False) if bias else None
+        super().__init__(in_features, out_features, cut, bias_shard, skip_bias_add=skip_bias_add, init_std=init_std)
+        self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [.., in / n] -> [.., out] (see the class)."""
@@ -338,10 +333,6 @@ class RowParallelLinear(nn.Module):
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        """Global sizes and place."""
-        return f"in_features={self.in_features}, out_features={self.out_features} over {self.axis}"
 
 
 class _Embedding(torch.autograd.Function):

@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megalite.files import replace_text
 from megalite.mpu import ParallelState
 from megalite.train.logs import RunLog
 
@@ -74,25 +75,6 @@ def cut_back(path: Path, step: int) -> int:
     if path.exists():
         replace_text(path, "".join(lines))
     return last
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _whole_lines(path: Path) -> list[str]:
