@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,10 @@ def test_cut_back_replaces_the_file_at_once(tmp_path: Path, monkeypatch: pytest.
     write_rows(path, range(1, 4))
     before = path.read_bytes()
 
-    def killed(self: Path, target: Path) -> Path:
+    def killed(source: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         cut_back(path, 1)
     assert path.read_bytes() == before
