@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="LAYOUT", help="such as tp2+sp+pp2")
-    parser.add_argument("--num-steps", type=int, default=2, help="steps with each optimizer (default 2)")
+    parser.add_argument("--num-steps", type=int, default=3, help="steps with each optimizer (default 3)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a layout may take (default 900)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     return parser

@@ -110,19 +110,21 @@ def _json_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Piece]:
 
 
 def _text_pieces(path: Path, lines: Iterable[bytes]) -> Iterator[Piece]:
-    begin, held, size = 1, list[bytes](), 0
+    """Documents between form feeds; a long one in pieces that end at a blank line with text of it to follow."""
+    begin, ready, held = 1, b"", list[bytes]()
     for number, line in enumerate(lines, start=1):
         *ended, line = line.split(b"\f")
         for part in ended:
-            yield Piece(f"{path}:{begin}", b"".join((*held, part)), False, True)
-            begin, held, size = number, [], 0
+            yield Piece(f"{path}:{begin}", b"".join((ready, *held, part)), False, True)
+            begin, ready, held = number, b"", []
+        if ready and not line.isspace():
+            yield Piece(f"{path}:{begin}", b"".join((ready, *held)), False, False)
+            begin, ready, held = number, b"", []
         held.append(line)
-        size += len(line)
-        if size >= PIECE_BYTES and line.isspace():
-            yield Piece(f"{path}:{begin}", b"".join(held), False, False)
-            begin, held, size = number + 1, [], 0
-    if held:
-        yield Piece(f"{path}:{begin}", b"".join(held), False, True)
+        if line.isspace() and (ready or sum(map(len, held)) >= PIECE_BYTES):
+            ready, held = b"".join((ready, *held)), []
+    if ready or held:
+        yield Piece(f"{path}:{begin}", b"".join((ready, *held)), False, True)
 
 
 def piece_text(piece: Piece, json_key: str) -> str:

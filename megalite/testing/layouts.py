@@ -12,23 +12,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.data.sampler import RaggedMasks
 from megalite.layout import Layout
 from megalite.mpu import ParallelState
 from megalite.parallel.data import main_grad
-from megalite.parallel.shard import shard_of
+from megalite.parallel.shard import Shard, shard_of
 from megalite.testing.world import World
 from megalite.train.build import build_training
 from megalite.train.step import Training, train_step
 
 OPTIMIZERS = ("sgd", "adamw")
+SCALARS = ("loss", "grad_norm", "tokens")
 TOLERANCE = 1e-9
 _NOISE = 1e-6
 """A tensor that is far smaller than the largest one (a key bias has no gradient at all) is measured against this."""
@@ -63,7 +65,7 @@ def prove_layouts(
     world: World,
     folder: Path,
     *,
-    num_steps: int = 2,
+    num_steps: int = 3,
     timeout: float = 600.0,
     setup: Callable[[], None] | None = None,
     on_start: Callable[[str], None] = lambda name: None,
@@ -96,16 +98,20 @@ def prove_layouts(
 
 
 def proof_config(config: Config, num_steps: int) -> Config:
-    """`config` in float64, for a short run that warms up at once.
+    """`config` in float64, for a short run in which every step moves: constant learning rate, and momentum in SGD.
 
     Adam divides by the size of the gradient: where that is zero but for rounding (a key bias), it would raise the
-    rounding by 1 / eps to the size of a step, so eps is at least 1e-5 here.
+    rounding by 1 / eps to the size of a step, so eps is at least 1e-3 here.
     """
     optim = config.optim
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, precision="fp64", device="cpu", num_steps=num_steps),
-        optim=dataclasses.replace(optim, warmup_steps=0, decay_steps=max(num_steps, 2), eps=max(optim.eps, 1e-5)),
+        train=dataclasses.replace(
+            config.train, precision="fp64", device="cpu", num_steps=num_steps, reduce_dtype="main"
+        ),
+        optim=dataclasses.replace(
+            optim, schedule="constant", warmup_steps=0, momentum=max(optim.momentum, 0.5), eps=max(optim.eps, 1e-3)
+        ),
     )
 
 
@@ -125,12 +131,18 @@ def _steps(config: Config, mpu: ParallelState, num_steps: int) -> Iterator[tuple
             yield f"{optimizer} step {step + 1}", training, scalars
 
 
-def _owned(training: Training) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(global name, gradient before clipping, weight) of what this rank owns among the ranks of one model copy."""
+def _parameters(training: Training) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(weight, gradient before clipping) of everything that learns on this rank, copies of other ranks' included."""
     for data_parallel in training.data_parallels.values():
         for parameter in data_parallel.parameters:
-            if parameter.requires_grad and shard_of(parameter).is_owner(training.mpu):
-                yield shard_of(parameter).name, parameter, main_grad(parameter)
+            if parameter.requires_grad:
+                yield parameter, main_grad(parameter)
+
+
+def _name(parameter: nn.Parameter) -> str:
+    """The name in the reference; a tied copy is compared with the original."""
+    shard = shard_of(parameter)
+    return shard.tied_to or shard.name
 
 
 def _record(mpu: ParallelState, setup: Callable[[], None] | None, config: Config, num_steps: int, path: Path) -> None:
@@ -140,15 +152,15 @@ def _record(mpu: ParallelState, setup: Callable[[], None] | None, config: Config
     found: dict[str, Tensor] = {}
     for label, training, scalars in _steps(config, mpu, num_steps):
         found |= {f"{label}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-        for name, parameter, grad in _owned(training):
-            found[f"{label}/grads/{name}"] = grad.clone()
-            found[f"{label}/weights/{name}"] = parameter.detach().clone()
+        for parameter, grad in _parameters(training):
+            found[f"{label}/grads/{_name(parameter)}"] = grad.clone()
+            found[f"{label}/weights/{_name(parameter)}"] = parameter.detach().clone()
     save_file(found, path)
 
 
 @dataclass
 class _RankReport:
-    """Absolute differences by tensor, and how many of its elements were compared."""
+    """Absolute differences by tensor, and how many of its elements this rank owns and has compared."""
 
     difference: dict[str, float] = field(default_factory=dict)
     elements: dict[str, int] = field(default_factory=dict)
@@ -164,46 +176,58 @@ def _compare(
         for label, training, scalars in _steps(config, mpu, num_steps):
             for name, value in scalars.items():
                 key = f"{label}/{name}"
-                report.difference[key] = abs(value - float(reference.get_tensor(key)))
+                report.difference[key] = _finite(value - float(reference.get_tensor(key)))
                 report.elements[key] = 1
-            for name, parameter, grad in _owned(training):
+            for parameter, grad in _parameters(training):
+                owned = mpu.dp_cp.rank == 0 and shard_of(parameter).is_owner(mpu)
                 for kind, local in (("grads", grad), ("weights", parameter.detach())):
-                    _compare_pieces(
-                        report, reference.get_slice(f"{label}/{kind}/{name}"), parameter, local, label, kind
-                    )
+                    key = f"{label}/{kind}/{_name(parameter)}"
+                    difference = _difference(shard_of(parameter), local, reference.get_slice(key))
+                    report.difference[key] = max(report.difference.get(key, 0.0), difference)
+                    report.elements[key] = report.elements.get(key, 0) + (local.numel() if owned else 0)
     return report
 
 
-def _compare_pieces(report: _RankReport, whole, parameter: Tensor, local: Tensor, label: str, kind: str) -> None:
-    shard = shard_of(parameter)
-    key = f"{label}/{kind}/{shard.name}"
+def _difference(shard: Shard, local: Tensor, whole: Any) -> float:
+    """max|a - b| over the pieces of the global tensor that `local` holds."""
+    worst = 0.0
     for offset, sizes, view in shard.pieces(local):
         expected = whole[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
-        difference = (view - expected).abs().max().item() if view.numel() else 0.0
-        # A nan compares as equal to nothing, least of all to max().
-        difference = difference if math.isfinite(difference) else math.inf
-        report.difference[key] = max(report.difference.get(key, 0.0), difference)
-        report.elements[key] = report.elements.get(key, 0) + view.numel()
+        worst = max(worst, _finite((view - expected).abs().max().item()) if view.numel() else 0.0)
+    return worst
+
+
+def _finite(difference: float) -> float:
+    """|difference|; what is not a number differs by infinity (a nan would pass every comparison)."""
+    return abs(difference) if math.isfinite(difference) else math.inf
 
 
 def _merge(name: str, reports: Sequence[_RankReport], path: Path, seconds: float) -> LayoutDifference:
-    """Relative differences by kind over all ranks; a tensor that no rank compared in full is a difference, too."""
+    """Relative differences by kind over all ranks; a tensor whose elements have not one owner each differs, too."""
     worst = dict.fromkeys(("loss", "grads", "grad_norm", "weights"), 0.0)
     first = None
     with safe_open(path, framework="pt") as reference:
         sizes = {key: reference.get_tensor(key) for key in reference.keys()}  # noqa: SIM118 (not a dict)
     largest = _largest(sizes)
-    for key, whole in sizes.items():
-        kind = key.split("/")[1]
+    for key in sorted(sizes, key=_order):
+        whole, kind = sizes[key], key.split("/")[1]
         scale = max(float(whole.abs().max()) if whole.numel() else 0.0, _NOISE * largest[_family(key)])
         difference = max((r.difference.get(key, 0.0) for r in reports), default=0.0) / max(scale, 1e-300)
-        if sum(r.elements.get(key, 0) for r in reports) < whole.numel():
+        compared = sum(r.elements.get(key, 0) for r in reports)
+        if compared != whole.numel() * (len(reports) if kind in SCALARS else 1) or not bool(whole.isfinite().all()):
             difference = math.inf
         if kind in worst:
             worst[kind] = max(worst[kind], difference)
         if difference > TOLERANCE and first is None:
             first = f"{key} ({difference:.1e})"
     return LayoutDifference(name, worst["loss"], worst["grads"], worst["grad_norm"], worst["weights"], first, seconds)
+
+
+def _order(key: str) -> tuple[int, str, int]:
+    """As things happen: SGD before AdamW, step by step, loss and gradients before what follows from them."""
+    label, kind = key.split("/")[:2]
+    kinds = ("tokens", "loss", "grads", "grad_norm", "weights")
+    return OPTIMIZERS.index(label.split()[0]), label, kinds.index(kind)
 
 
 def _family(key: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.layout import Layout, parse_layout
 from megalite.mpu import ParallelState
 from megalite.parallel.collectives import part_sizes
-from megalite.parallel.random import hashed_normal, initialize
+from megalite.parallel.random import hashed_normal, initialize, normal_
 from megalite.parallel.shard import Shard, shard_of
 from megalite.testing.world import World
 
@@ -51,6 +51,7 @@ class _Reference:
     input_grads: list[Tensor | None]
     values: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -161,6 +162,15 @@ def _built(mpu: ParallelState, setup: _Setup) -> nn.Module:
     return module
 
 
+@torch.no_grad()
+def _stir(module: nn.Module, seed: int) -> None:
+    """Moves every parameter off its initial value: a bias of zero hides that it is added once on every rank."""
+    for parameter in module.parameters():
+        noise = torch.empty_like(parameter)
+        normal_(noise, seed + 1, 0.3, shard_of(parameter))
+        parameter += noise
+
+
 def _output(setup: _Setup, module: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     output = setup.call(module, *inputs)
     if not isinstance(output, Tensor):
@@ -179,10 +189,12 @@ def _run_reference(mpu: ParallelState, setup: _Setup) -> _Reference:
     module = _built(mpu, setup)
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in setup.inputs]
     values = {name: p.detach().clone() for name, p in module.named_parameters()}
+    marks = {name: _marks(shard_of(p)) for name, p in module.named_parameters()}
+    _stir(module, setup.seed)
     output = _output(setup, module, inputs)
     output.backward(_grad_of_output(output.shape))
     grads = {name: _grad(p).clone() for name, p in module.named_parameters()}
-    return _Reference(output.detach(), [x.grad for x in inputs], values, grads)
+    return _Reference(output.detach(), [x.grad for x in inputs], values, grads, marks)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
@@ -196,6 +208,7 @@ def _observe(mpu: ParallelState, setup: _Setup, reference: _Reference) -> _Obser
     if found.problems:
         return found
     _compare_values(module, mpu, reference, found)
+    _stir(module, setup.seed)
     cut = mpu.config.sequence_parallel and mpu.tp.size > 1
     inputs = [_part(x, 0, mpu).clone() if cut and x.is_floating_point() else x.clone() for x in setup.inputs]
     for x in inputs:
@@ -229,9 +242,16 @@ def _check_shards(module: nn.Module, reference: _Reference, found: _Observed) ->
                 f"parameter {name} has the global shape {shard.shape}, but {whole} on one rank;"
                 " a layer that cuts it must say so: set_shard(parameter, Shard(name, global shape, cuts))"
             )
+        if _marks(shard) != reference.marks[name]:
+            found.problems.append(f"shard of {name} has {_marks(shard)}, but {reference.marks[name]} on one rank")
         for cut in shard.cuts:
             if any(start + length > whole[cut.dim] for start, length in cut.segments):
                 found.problems.append(f"shard of {name}: segments {cut.segments} leave dim {cut.dim} of {whole}")
+
+
+def _marks(shard: Shard) -> str:
+    """What a shard says beside its shape; no layout changes it."""
+    return f"decay={shard.decay}, group={shard.group}, tied_to={shard.tied_to}"
 
 
 def _compare_values(module: nn.Module, mpu: ParallelState, reference: _Reference, found: _Observed) -> None:

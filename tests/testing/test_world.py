@@ -103,6 +103,12 @@ def test_a_raise_comes_first_and_the_waiting_ranks_are_named(world: World) -> No
     assert world.run(_places, "again", layout=ParallelConfig(tp=2))[1] == (1, 1, 0, "again", 1.0)
 
 
+def _started(world: World, layout: ParallelConfig | None = None, ranks: int | None = None) -> World:
+    """A world whose ranks and groups are there, so that a short limit is the limit of the call alone."""
+    world.run(_places, "start", layout=layout, ranks=ranks)
+    return world
+
+
 def _one_is_absent(mpu: ParallelState) -> None:
     if mpu.rank == 2:
         time.sleep(3600)
@@ -111,7 +117,7 @@ def _one_is_absent(mpu: ParallelState) -> None:
 
 def test_a_hang_names_the_collective_and_the_absent_rank(world: World) -> None:
     with pytest.raises(RankFailure) as caught:
-        world.run(_one_is_absent, ranks=4, timeout=5)
+        _started(world, ranks=4).run(_one_is_absent, ranks=4, timeout=5)
     text = str(caught.value)
     assert caught.value.kind == "hung"
     assert "has not finished after 5 s on ranks 0, 1, 2, 3 of 4" in text
@@ -131,7 +137,7 @@ def _async_hang(mpu: ParallelState) -> None:
 
 def test_a_hang_in_wait_names_the_asynchronous_collective(world: World) -> None:
     with pytest.raises(RankFailure) as caught:
-        world.run(_async_hang, layout=ParallelConfig(tp=2), ranks=4, timeout=5)
+        _started(world, ParallelConfig(tp=2), 4).run(_async_hang, layout=ParallelConfig(tp=2), ranks=4, timeout=5)
     assert "waiting in all_reduce on axis tp" in str(caught.value)
     assert "returned: ranks 1, 3" in str(caught.value)
 
@@ -143,7 +149,7 @@ def _receive_hang(mpu: ParallelState) -> None:
 
 def test_a_receive_without_a_send_is_named(world: World) -> None:
     with pytest.raises(RankFailure, match=r"waiting in receive on axis pp from tests\.\S+\._receive_hang"):
-        world.run(_receive_hang, layout=ParallelConfig(pp=2), timeout=5)
+        _started(world, ParallelConfig(pp=2)).run(_receive_hang, layout=ParallelConfig(pp=2), timeout=5)
 
 
 def _one_dies(mpu: ParallelState) -> None:
