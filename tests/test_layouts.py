@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import megalite.testing.layouts as layouts_module
+import megalite.train.step as step_module
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
+from megalite.optim.optimizer import Optimizer
 from megalite.testing.layouts import LayoutDifference, prove_layouts
 from megalite.testing.world import World
+from megalite.train.step import StepResult, Training
 from tests.tiny import config_for
 
 # Every pair of (tensor cut, pipeline, data parallel, recompute, micro-batch size) values occurs with some model.
@@ -68,3 +74,37 @@ def test_the_order_of_the_axes_is_a_deployment_detail(tokens: str, tmp_path: Pat
     config = dataclasses.replace(config, parallel=ParallelConfig(order="dp-pp-ep-cp-tp"))
     (difference,) = prove_layouts(config, [parse_layout("tp2+pp2+dp2")], world, tmp_path)
     assert difference.passed, difference.first_diff
+
+
+def _nan_loss_on_two_ranks() -> None:
+    """A fault: the loss is not a number wherever there is tensor parallelism."""
+    plain = step_module.train_step
+
+    def faulty(training: Training, step: int) -> StepResult:
+        result = plain(training, step)
+        return dataclasses.replace(result, loss=math.nan) if training.mpu.tp.size > 1 else result
+
+    layouts_module.train_step = faulty
+
+
+def _update_count_stuck_on_several_ranks() -> None:
+    """A fault: AdamW's step count stays at 1 wherever there are several ranks."""
+    plain = Optimizer.step
+
+    def faulty(self: Optimizer, lr: float) -> object:
+        self.steps = 0 if self.mpu.world.size > 1 else self.steps
+        return plain(self, lr)
+
+    Optimizer.step = faulty  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [(_nan_loss_on_two_ranks, "sgd step 1/loss"), (_update_count_stuck_on_several_ranks, "adamw step 2/weights")],
+)
+def test_a_planted_fault_is_found(fault: Callable[[], None], first: str, tokens: str, tmp_path: Path) -> None:
+    config = config_for("llama", tokens, tmp_path)
+    with World() as world:  # the fault must not outlive the test
+        (difference,) = prove_layouts(config, [parse_layout("tp2")], world, tmp_path, setup=fault)
+    assert not difference.passed and difference.first_diff is not None
+    assert difference.first_diff.startswith(first), difference.first_diff

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.checkpoint.tensors import FileMark
 from megalite.mpu import ParallelState
 from megalite.parallel.shard import Shard
 
@@ -52,13 +53,13 @@ class Entry:
 class Manifest:
     """step: optimizer steps done. layout: who holds what (see `layout_of`). state: the run's own counters and config.
 
-    files: size in bytes of each tensor file. tensors: by key, `kind/global name`.
+    files: the mark of each tensor file. tensors: by key, `kind/global name`.
     """
 
     step: int
     layout: dict[str, Any]
     state: dict[str, Any]
-    files: dict[str, int]
+    files: dict[str, FileMark]
     tensors: dict[str, Entry]
 
     def to_json(self) -> str:
@@ -74,10 +75,11 @@ class Manifest:
             if content["format"] != FORMAT:
                 raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
             tensors = {key: _entry(entry) for key, entry in content["tensors"].items()}
-            return Manifest(content["step"], content["layout"], content["state"], content["files"], tensors)
+            files = {name: FileMark(**mark) for name, mark in content["files"].items()}
+            return Manifest(content["step"], content["layout"], content["state"], files, tensors)
         except OSError as error:
             raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
 

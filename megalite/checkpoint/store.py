@@ -34,7 +34,7 @@ from megalite.checkpoint.manifest import (
     held,
     layout_of,
 )
-from megalite.checkpoint.tensors import write_tensors
+from megalite.checkpoint.tensors import FileMark, mark_of, write_tensors
 from megalite.files import replace_text, sync_folder
 from megalite.mpu import ParallelState
 
@@ -46,10 +46,10 @@ _SPARE = 64 << 20
 
 @dataclass(frozen=True)
 class _Written:
-    """The file of one rank: its size in bytes, and by key the shape, dtype and one piece of each tensor in it."""
+    """The file of one rank: its mark, and by key the shape, dtype and one piece of each tensor in it."""
 
     file: str
-    size: int
+    mark: FileMark
     pieces: tuple[tuple[str, Entry], ...]
 
 
@@ -112,8 +112,6 @@ def load(folder: str | Path, tensors: Tensors, mpu: ParallelState) -> Manifest:
 
     As `load_latest`, but a checkpoint that is not there is an error.
     """
-
-    what = f"cannot load {folder}"
     what = f"cannot load {folder}"
     loaded: list[Manifest] = []
 
@@ -144,9 +142,12 @@ def latest(run_dir: str | Path) -> Path | None:
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints in a `checkpoints` folder, oldest first."""
+    """The complete checkpoints in a `checkpoints` folder, in the order in which they were written.
+
+    Not by step: a run that went on from an earlier checkpoint leaves later steps of the branch that it gave up.
+    """
     found = [folder for folder in root.glob("step_*") if _STEP.fullmatch(folder.name) and (folder / MANIFEST).is_file()]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step_")))
+    return sorted(found, key=lambda folder: ((folder / MANIFEST).stat().st_mtime_ns, folder.name))
 
 
 def _to_store(tensors: Tensors, mpu: ParallelState) -> list[Held]:
@@ -183,8 +184,8 @@ def _write_rank(fresh: Path, mine: Sequence[Held], rank: int) -> _Written:
         views[name] = piece.view
         stored = Piece(piece.offset, piece.sizes, file, name)
         pieces.append((piece.key, Entry(piece.shard.shape, piece.dtype, (stored,))))
-    size = write_tensors(fresh / file, views) if views else 0
-    return _Written(file, size, tuple(pieces))
+    mark = write_tensors(fresh / file, views) if views else FileMark(0, 0)
+    return _Written(file, mark, tuple(pieces))
 
 
 def _manifest(step: int, state: Mapping[str, Any], written: Sequence[_Written], mpu: ParallelState) -> Manifest:
@@ -193,7 +194,7 @@ def _manifest(step: int, state: Mapping[str, Any], written: Sequence[_Written], 
         for key, entry in of_rank.pieces:
             before = tensors[key].pieces if key in tensors else ()
             tensors[key] = replace(entry, pieces=(*before, *entry.pieces))
-    files = {of_rank.file: of_rank.size for of_rank in written if of_rank.pieces}
+    files = {of_rank.file: of_rank.mark for of_rank in written if of_rank.pieces}
     return Manifest(step, layout_of(mpu), dict(state), files, tensors)
 
 
@@ -237,7 +238,7 @@ def _read(folder: Path, tensors: Tensors, mpu: ParallelState) -> Manifest:
     place = _checkpoint_in(folder)
     manifest = Manifest.read(place)
     _check_layout(manifest, mpu)
-    _check_files(place, manifest)
+    _check_files(place, manifest, {_find(manifest, piece).file for piece in held(tensors)})
     _read_tensors(place, manifest, tensors)
     return manifest
 
@@ -265,13 +266,16 @@ def _check_layout(manifest: Manifest, mpu: ParallelState) -> None:
         )
 
 
-def _check_files(place: Path, manifest: Manifest) -> None:
-    for file, size in manifest.files.items():
+def _check_files(place: Path, manifest: Manifest, needed: set[str]) -> None:
+    """All files are there, in full; those that this rank reads hold what was written."""
+    for file, mark in manifest.files.items():
         path = place / file
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
-        if (found := path.stat().st_size) != size:
-            raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut short or altered")
+        if (found := path.stat().st_size) != mark.size:
+            raise CheckpointError(f"{path} has {found} bytes instead of {mark.size}: it was cut short or altered")
+        if file in needed and mark_of(path) != mark:
+            raise CheckpointError(f"{path} is damaged: its content is not what was written (checksum)")
 
 
 def _read_tensors(place: Path, manifest: Manifest, tensors: Tensors) -> None:

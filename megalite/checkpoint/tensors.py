@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +21,30 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Writes `tensors` to `path` and waits until they are on disk; returns the size of the file in bytes.
+_READ = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileMark:
+    """What a file must be to be the one that was written."""
+
+    size: int
+    """Bytes."""
+    crc32: int
+    """Of the whole content; finds damage, not malice."""
+
+
+def mark_of(path: Path) -> FileMark:
+    """Reads a file through."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return FileMark(size, crc)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileMark:
+    """Writes `tensors` to `path` and waits until they are on disk; returns the mark of what was written.
 
     At most one tensor is copied at a time, so memory stays bounded by the largest.
     """
@@ -36,11 +60,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8 bytes
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        head = len(text).to_bytes(8, "little") + text
+        crc = zlib.crc32(head)
+        file.write(head)
         for tensor in tensors.values():
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+            data = flat.view(torch.uint8).numpy().data
+            crc = zlib.crc32(data, crc)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return 8 + len(text) + offset
+    return FileMark(len(head) + offset, crc)

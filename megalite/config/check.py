@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
@@ -78,7 +79,16 @@ def _model_problems(model: ModelConfig) -> list[str]:
         return [f"model.name={model.name!r} is not a model; {hint}"]
     sizes = {
         name: getattr(model, name)
-        for name in ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "kv_heads",
+            "head_size",
+            "ffn_size",
+            "vocab_size",
+            "max_positions",
+        )
     }
     found = [f"model.{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
     if found:
@@ -98,6 +108,13 @@ def _model_problems(model: ModelConfig) -> list[str]:
     for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
         if not 0 <= getattr(model, name) < 1:
             found.append(f"model.{name}={getattr(model, name)} must be in [0, 1)")
+    for name in ("norm_eps", "z_loss", "init_std"):
+        if not 0 <= getattr(model, name) < math.inf:
+            found.append(f"model.{name}={getattr(model, name)} must be finite and at least 0")
+    if not 0 < model.rope_theta < math.inf:
+        found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
+    if model.vocab_size < 2 and model.label_smoothing > 0:
+        found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
     return found
 
 

@@ -44,7 +44,7 @@ class _Source:
     data: IndexedDataset
     eod: int | None
     checked_vocab: int | None
-    """The vocabulary that each row read must be checked against; None when all ids are known to fit."""
+    """The vocabulary that each row read is checked against; what a side file says may be out of date."""
     record: dict[str, Any]
 
 
@@ -242,7 +242,7 @@ def _checked_source(data: IndexedDataset, tokenizer: Tokenizer | None, vocab_siz
         raise ValueError(f"{data.prefix} has token id {largest}, but {owner} has {limit} entries")
     eod = tokenizer.eod if tokenizer is not None else record.get("eod")
     identity = {"sha256": side.get("sha256"), "dtype": data.dtype.str}
-    return _Source(data=data, eod=eod, checked_vocab=limit if largest is None else None, record=identity)
+    return _Source(data=data, eod=eod, checked_vocab=limit, record=identity)
 
 
 def _compare_vocabularies(prefix: str, known: int, vocab_size: int) -> None:

@@ -106,9 +106,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cut: VocabCut,
         terms: CrossEntropyConfig,
         queue: WeightGradQueue,
+        learning: bool,
     ) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
-        wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        wants_dx, wants_dw = (learning and needed for needed in ctx.needs_input_grad[:2])
         dx = torch.empty_like(hidden) if wants_dx else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros_like(weight, dtype=wide) if wants_dw else None
@@ -132,8 +133,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.gradients
-        ctx.gradients = None, None
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss were made once, in its forward pass, and are spent")
+        (dx, dw), ctx.gradients = ctx.gradients, None
         scale, weight = grads[0], ctx.weight
         weight_grad = None
         if dw is not None:
@@ -142,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.queue.put(lambda: _add_scaled(weight, dw, scale), [weight])
             else:
                 weight_grad = dw.mul_(scale).to(weight.dtype)
-        return dx.mul_(scale) if dx is not None else None, weight_grad, None, None, None, None, None
+        return dx.mul_(scale) if dx is not None else None, weight_grad, None, None, None, None, None, None
 
 
 def _add_scaled(weight: nn.Parameter, dw: Tensor, scale: Tensor) -> None:
@@ -180,4 +182,5 @@ def linear_cross_entropy(
         VocabCut(vocab_size, axis),
         CrossEntropyConfig(vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss),
         queue,
+        torch.is_grad_enabled(),  # the function itself always runs without
     )

@@ -25,11 +25,14 @@ from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import default_callbacks
 from megalite.train.checkpoints import ResumeError
 from megalite.train.distributed import Launch, start
-from megalite.train.run_folder import RunFolder
+from megalite.train.run_folder import RunFolder, RunFolderError
 from megalite.train.step import Training
-from megalite.train.trainer import NonFiniteError, Outcome, Trainer
+from megalite.train.trainer import NonFiniteError, Outcome, RunError, Trainer
 
 logger = logging.getLogger("megalite")
+
+_MENDABLE = (RunError, RunFolderError, ResumeError, CheckpointError, NonFiniteGradient, NonFiniteError)
+"""Errors during a run that the user can do something about."""
 
 
 class RunSections(Sections, Protocol):
@@ -69,10 +72,29 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
             )
             choices = choose_kernels(config, launch.device)
             training = build_training(config, mpu, launch.device)
+            _check_agreement(config, training)
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
-        with _told_plainly(ResumeError, CheckpointError, NonFiniteGradient, NonFiniteError), closing(folder):
+        with _told_plainly(*_MENDABLE), closing(folder):
             return Trainer(config, training, callbacks, folder=folder).run()
+
+
+def _check_agreement(config: RunSections, training: Training) -> None:
+    """Raises ValueError unless all ranks have the same configuration and data: else each would train its own way."""
+    sections = {name: repr(getattr(config, name)) for name in ("model", "parallel", "optim", "train", "checkpoint")}
+    mine = sections | {"kernels": repr(config.kernels), "data": training.datasets.fingerprint}
+    everyone = training.mpu.world.gather_objects(mine)
+    differing = [
+        f"{name} of rank {rank}"
+        for rank, other in enumerate(everyone)
+        for name in mine
+        if other[name] != everyone[0][name]
+    ]
+    if differing:
+        raise ValueError(
+            f"the ranks do not agree: {', '.join(differing[:8])} differ{'s' if len(differing) == 1 else ''} from rank 0;"
+            " start every rank with the same options and the same files"
+        )
 
 
 @contextmanager

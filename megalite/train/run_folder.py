@@ -13,12 +13,13 @@ while it is being built leaves no folder to clean up.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -109,6 +110,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.profile = self.path / "profile"
         self._log: RunLog | None = None
+        self._lock: TextIO | None = None
 
     @staticmethod
     def open(
@@ -174,6 +176,7 @@ class RunFolder:
         if not self.is_writer:
             return
         self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
         last = cut_back(self.metrics_file, step)
         cut_back(self.validation_file, step)
         if last < step and self.metrics_file.exists():
@@ -183,8 +186,24 @@ class RunFolder:
         if self._log is not None:
             self._log.write_to(self.log_file)
 
+    def _take_lock(self) -> None:
+        """Keeps other processes out of the folder while this one lives; the system lets go when it ends."""
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(
+                f"another process is training in run folder {self.path}; wait for it, stop it, or choose another"
+                " --train.run-dir"
+            ) from None
+        except OSError as error:
+            logger.warning("run folder %s cannot be locked (%s): start only one run in it", self.path, error)
+
     def close(self) -> None:
-        """Ends log.txt and leaves the console alone."""
+        """Ends log.txt, leaves the console alone and lets others into the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
         if self._log is not None:
             self._log.close()
             self._log = None

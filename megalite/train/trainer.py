@@ -25,6 +25,10 @@ from megalite.train.step import StepResult, Training, evaluate, train_step
 logger = logging.getLogger("megalite")
 
 
+class RunError(ValueError):
+    """The run cannot do what it was asked to; the message says what to change."""
+
+
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm of a step that was not skipped is nan or infinite."""
 
@@ -136,18 +140,18 @@ class Trainer:
         self.step = self._saved_step = self._checkpoints.load(path)
         logger.info("resumed from %s after step %d", path, self.step)
         if self.step > num_steps and not self.config.train.eval_only:
-            raise ValueError(
+            raise RunError(
                 f"checkpoint {path} is at step {self.step}, beyond train.num_steps={num_steps};"
                 " num_steps counts all steps of a run, also those before a resume"
             )
 
     def _evaluate_only(self) -> None:
         if self._saved_step is None and self._started_from is None:
-            raise ValueError(
+            raise RunError(
                 "train.eval_only found no weights: give --train.resume auto, or a checkpoint with --checkpoint.load"
             )
         if self.training.validation is None:
-            raise ValueError(
+            raise RunError(
                 "train.eval_only found no validation data: data.split leaves none, or the corpus is too small"
             )
         loss = self._validation_loss = self._evaluate_fn(self.training, self.config.train.eval_steps)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.checkpoint import store
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
-from megalite.checkpoint.tensors import write_tensors
+from megalite.checkpoint.tensors import mark_of, write_tensors
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.optim.config import OptimConfig
 from megalite.optim.lr import lr_at
@@ -160,8 +160,9 @@ def test_files_are_safetensors_and_json_and_nothing_else(tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_tensor_files_hold_what_was_written(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = {"a": (torch.randn(shape) * 9).to(dtype), "é": torch.arange(12).view(3, 4).t()}
-    size = write_tensors(tmp_path / "file", tensors)
-    assert size == (tmp_path / "file").stat().st_size
+    mark = write_tensors(tmp_path / "file", tensors)
+    assert mark == mark_of(tmp_path / "file")
+    assert mark.size == (tmp_path / "file").stat().st_size
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], t) for name, t in tensors.items())
 
@@ -200,7 +201,10 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
         run.save(tmp_path, step, keep_last=2)
     assert [p.name for p in store.complete(tmp_path / "checkpoints")] == ["step_00000003", "step_00000010"]
     run.save(tmp_path, 5, keep_last=1)  # after going back: the latest is not the one with the highest number
-    assert [p.name for p in store.complete(tmp_path / "checkpoints")] == ["step_00000005", "step_00000010"]
+    assert [p.name for p in store.complete(tmp_path / "checkpoints")] == ["step_00000005"]
+    run.save(tmp_path, 6, keep_last=2)
+    assert [p.name for p in store.complete(tmp_path / "checkpoints")] == ["step_00000005", "step_00000006"]
+    run.save(tmp_path, 5, keep_last=2)
     manifest = run.load(tmp_path)
     assert manifest is not None and manifest.step == 5
     run.save(tmp_path, 11)
@@ -263,6 +267,10 @@ def _damage(folder: Path, how: str) -> None:
         data = bytearray(file.read_bytes())
         data[9] = 0
         file.write_bytes(data)
+    elif how == "content":
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
     elif how == "manifest":
         (folder / MANIFEST).write_text("{")
     elif how == "format":
@@ -280,6 +288,7 @@ def _damage(folder: Path, how: str) -> None:
         ("truncated", r"rank_00000.safetensors has \d+ bytes instead of \d+"),
         ("missing", "rank_00000.safetensors is missing"),
         ("header", "rank_00000.safetensors is damaged"),
+        ("content", r"rank_00000.safetensors is damaged: its content is not what was written"),
         ("manifest", "manifest.json is damaged"),
         ("format", "format 99; this version reads format 1"),
         ("pointer", "not the name of a checkpoint such as step_00000010"),

@@ -81,6 +81,13 @@ def test_long_text_files_are_cut_at_blank_lines(tmp_path: Path) -> None:
     assert int((data.tokens == 256).sum()) == 2 and len(data) == len(pieces)
 
 
+@pytest.mark.parametrize(("tail", "documents"), [("\n", 1), ("\n\n\n", 1), ("\n\fsecond\n", 2), ("\n\n\f\n\n", 1)])
+def test_a_long_document_that_ends_in_blank_lines_keeps_its_end(tmp_path: Path, tail: str, documents: int) -> None:
+    (tmp_path / "a.txt").write_text("line of text\n" * 6000 + tail)
+    preprocess([tmp_path / "a.txt"], tmp_path / "x", "byte")
+    assert int((IndexedDataset(tmp_path / "x").tokens == 256).sum()) == documents
+
+
 BROKEN = {
     "json": (b'{"text": "a', r"a\.jsonl:2: not JSON"),
     "array": (b"[1]", r"a\.jsonl:2: expected a JSON object, found list"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.collectives import gather_from, sequence_part
@@ -285,3 +286,22 @@ def test_masked_rows_may_hold_anything() -> None:
         axis=ParallelState.single().tp, vocab_size=4, queue=WeightGradQueue(),
     )  # fmt: skip
     assert abs(loss.item() - 1.3862943611198906) < 1e-12
+
+
+def test_a_loss_is_gone_through_once_and_evaluation_makes_no_gradients() -> None:
+    weight = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
+    hidden, labels = torch.ones(3, 1, 2, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.int64)
+
+    def loss() -> Tensor:
+        tp = ParallelState.single().tp
+        return linear_cross_entropy(
+            hidden, weight, labels, torch.ones(3, 1), axis=tp, vocab_size=4, queue=WeightGradQueue()
+        )
+
+    value = loss()
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="spent"):
+        value.backward()
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        assert torch.equal(loss(), value)
+    assert counted.get_total_flops() == 2 * 3 * 2 * 4, "one product: the logits"

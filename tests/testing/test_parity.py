@@ -107,21 +107,25 @@ class Pair(nn.Module):
         set_shard(self.down, Shard("down", (12, 8), (Cut(axis, 1, even_cut(8, axis)),)))
         self.scale = nn.Parameter(torch.empty(12, 12))
         partial = (axis,) if fault == "extra partial" and axis.size > 1 else ()
-        set_shard(self.scale, Shard("scale", (12, 12), partial=partial))
+        decay = fault != "decay" or axis.size == 1
+        set_shard(self.scale, Shard("scale", (12, 12), partial=partial, decay=decay))
+        self.bias = nn.Parameter(torch.zeros(12))
         if fault == "name" and axis.size > 1:
             self.extra = nn.Parameter(torch.empty(1))
 
     def init_parameters(self, seed: int) -> None:
         for name, parameter in self.named_parameters():
             rank = self.mpu.tp.rank if self.fault == "init" and name == "up" else 0
-            nn.init.constant_(parameter, 0.1 + rank)
+            nn.init.constant_(parameter, 0.0 if name == "bias" else 0.1 + rank)
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self.mpu.tp
         x = x @ self.scale
         inside = x if self.fault == "no copy" else copy_to(x, axis)
         y = torch.tanh(inside @ self.up.T) @ self.down.T
+        y = y + self.bias if self.fault == "bias before the sum" else y
         y = y if self.fault == "no reduce" else reduce_from(y, axis)
+        y = y if self.fault == "bias before the sum" else y + self.bias
         return y * float("nan") if self.fault == "nan" and axis.size > 1 else y
 
 
@@ -147,6 +151,8 @@ def test_a_sound_pair_passes(world: World) -> None:
         ("extra partial", r"gradient of scale differs .*whole on each rank already"),
         ("name", r"parameter extra exists under this layout only"),
         ("nan", r"output differs from one rank by inf"),
+        ("bias before the sum", r"tp2, rank 0: output differs from one rank by"),
+        ("decay", r"shard of scale has decay=False.*but decay=True"),
     ],
 )
 def test_a_fault_is_named(world: World, fault: str, message: str) -> None:

@@ -172,3 +172,16 @@ def test_rank_0_alone_decides_and_writes(world: World, tmp_path: Path) -> None:
     assert world.run(open_on_two_ranks, path, layout=layout, ranks=2) == ["writer True", "writer False"]
     first, second = world.run(open_on_two_ranks, path, layout=layout, ranks=2)
     assert first == second and "not empty" in first
+
+
+def test_a_folder_that_another_run_is_in_is_refused(tmp_path: Path) -> None:
+    first = open_folder(tmp_path / "run", write_config=write_config)
+    first.begin(0)
+    second = open_folder(tmp_path / "run", resume="auto", write_config=write_config)
+    with pytest.raises(RunFolderError, match="another process is training in run folder"):
+        second.begin(0)
+    second.close()
+    first.close()
+    third = open_folder(tmp_path / "run", resume="auto", write_config=write_config)
+    third.begin(0)
+    third.close()
