@@ -72,27 +72,27 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
             )
             choices = choose_kernels(config, launch.device)
             training = build_training(config, mpu, launch.device)
-            _check_agreement(config, training)
+            check_agreement(config, training)
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
         with _told_plainly(*_MENDABLE), closing(folder):
             return Trainer(config, training, callbacks, folder=folder).run()
 
 
-def _check_agreement(config: RunSections, training: Training) -> None:
+def check_agreement(config: RunSections, training: Training) -> None:
     """Raises ValueError unless all ranks have the same configuration and data: else each would train its own way."""
     sections = {name: repr(getattr(config, name)) for name in ("model", "parallel", "optim", "train", "checkpoint")}
     mine = sections | {"kernels": repr(config.kernels), "data": training.datasets.fingerprint}
     everyone = training.mpu.world.gather_objects(mine)
     differing = [
-        f"{name} of rank {rank}"
+        f"{name} on rank {rank}"
         for rank, other in enumerate(everyone)
         for name in mine
         if other[name] != everyone[0][name]
     ]
     if differing:
         raise ValueError(
-            f"the ranks do not agree: {', '.join(differing[:8])} differ{'s' if len(differing) == 1 else ''} from rank 0;"
+            f"the ranks do not agree with rank 0: other {', '.join(differing[:8])};"
             " start every rank with the same options and the same files"
         )
 

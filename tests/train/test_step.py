@@ -18,6 +18,7 @@ from megalite.parallel.data import main_grad
 from megalite.parallel.shard import shard_of
 from megalite.testing.world import World
 from megalite.train.build import build_training
+from megalite.train.run import check_agreement
 from megalite.train.step import StepResult, Training, evaluate, train_step
 from tests.tiny import config_for
 
@@ -155,3 +156,25 @@ def test_tied_copies_stay_bit_equal(layout: str, tokens: str, tmp_path: Path, wo
         for embedding, head in zip(found[rank], found[rank + first], strict=True):
             assert torch.equal(embedding, head)
     assert not torch.equal(found[0][0], found[0][2]), "the weight must move"
+
+
+def _agreement(mpu: ParallelState, config: Config, differs: str) -> str:
+    """What the start-up check says when rank 1 was started with something else."""
+    training = _build(config, mpu)
+    if mpu.world.rank == 1 and differs == "optim":
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=0.5))
+    if mpu.world.rank == 1 and differs == "data":
+        training.datasets = dataclasses.replace(training.datasets, fingerprint="other")
+    try:
+        check_agreement(config, training)
+    except ValueError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.parametrize("differs", ["nothing", "optim", "data"])
+def test_ranks_that_do_not_agree_are_stopped(differs: str, tokens: str, tmp_path: Path, world: World) -> None:
+    config = parse_layout("tp2").apply(config_for("llama", tokens, tmp_path))
+    expected = "agreed" if differs == "nothing" else f"other {differs} on rank 1;"
+    for found in world.run(_agreement, config, differs, layout=config.parallel, ranks=2):
+        assert expected in found
