@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | check | bench. Everything runs in .venv; nothing outside the tree is touched.
+# make install | demo | test | test-all | check | bench. Everything runs in .venv; data go to ~/.cache/megalite.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # More arguments for pip, for example a package index with the CPU build of torch, which is much smaller.
@@ -33,6 +33,8 @@ $(STAMP): setup.py pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(STAMP)
 
 demo: $(STAMP)
+	@if [ -e runs/demo/.lock ] && ! flock --nonblock runs/demo/.lock true; then \
+	  echo 'a run is under way in runs/demo: wait for it, or stop it with Ctrl-C' >&2; exit 1; fi
 	@if [ -e runs/demo ]; then old="runs/demo.$$(date +%Y%m%d-%H%M%S)"; mv runs/demo "$$old"; \
 	  echo "an older run was moved to $$old"; fi
 	$(BIN)/python pretrain_gpt.py --config configs/demo.yaml --train.run-dir runs/demo

@@ -403,9 +403,11 @@ class ParallelState:
             axis.stats.reset()
 
     def describe(self, ranks_per_node: int | None = None) -> list[tuple[str, int, str, str]]:
-        """Rows (axis, size, my ranks, inside a node) for the start-up table; size-1 axes are left out."""
+        """Rows (axis, size, my ranks, inside a node) for the start-up table: the axes of the layout that cut anything."""
         rows = []
-        for name, axis in self.axes().items():
+        experts = ("ep", "etp", "edp") if self.config.ep * self.config.etp > 1 else ()
+        for name in ("world", "tp", "cp", "dp", "pp", *experts):
+            axis: Axis = getattr(self, name)
             if axis.size > 1:
                 nodes = {r // ranks_per_node for r in axis.ranks} if ranks_per_node else {0}
                 rows.append((name, axis.size, _compact(axis.ranks), "yes" if len(nodes) == 1 else "no"))

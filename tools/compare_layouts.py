@@ -28,6 +28,9 @@ DEFAULT_LAYOUTS = (
     "tp2+pp2+mbs4", "tp2+dp2+recompute:full", "pp2+dp2+mbs1", "tp2+pp2+dp2", "tp2+sp+pp2+dp2+mbs1",
 )  # fmt: skip
 
+_PLAIN_WIDTH = 120
+"""Columns of the table in a file or a pipe."""
+
 
 def main() -> None:
     """Runs the proof and prints its table."""
@@ -38,7 +41,7 @@ def main() -> None:
         _check(config, layouts, arguments.num_steps)
     except (ConfigError, ValueError) as error:
         sys.exit(f"compare_layouts.py: {error}")
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     rows = _prove(config, layouts, arguments, console)
     console.print(_table(rows))
     if arguments.json is not None:
@@ -76,7 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="LAYOUT", help="such as tp2+sp+pp2")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=DEFAULT_LAYOUTS,
+        metavar="LAYOUT",
+        help=f"such as tp2+sp+pp2; by default {' '.join(DEFAULT_LAYOUTS)}",
+    )
     parser.add_argument("--num-steps", type=int, default=3, help="steps with each optimizer (default 3)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a layout may take (default 900)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
@@ -98,7 +107,10 @@ def _check(config: Config, layouts: Sequence[Layout], num_steps: int) -> None:
 def _table(rows: Sequence[LayoutDifference]) -> Table:
     table = Table(title=f"Largest relative difference from one rank, float64 (limit {TOLERANCE:.0e})")
     for column in ("layout", "loss", "grads", "grad norm", "weights", "seconds", ""):
-        table.add_column(column, justify="left" if column in ("layout", "") else "right", no_wrap=True)
+        if column == "layout":  # the one that gives way in a narrow terminal
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right" if column else "left", no_wrap=True, min_width=len(column))
     for row in rows:
         numbers = (f"{value:.1e}" for value in (row.loss, row.grads, row.grad_norm, row.weights))
         verdict = "[green]pass" if row.passed else "[red]FAIL"

@@ -90,7 +90,7 @@ class BlendedDataset:
             return
         for i, weight in enumerate(weights):
             if weight == 0:
-                log.warning("warning: dataset %d of the blend has weight 0 and is left out", i)
+                log.warning("dataset %d of the blend has weight 0 and is left out", i)
         self.weights = normalise_weights(weights)
         arrays = _cached_order(self.weights, size, cache_dir)
         self.dataset_index, self.sample_index = arrays["datasets"], arrays["samples"]

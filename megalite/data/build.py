@@ -111,7 +111,7 @@ class _Builder:
         tokens = [int(s.data.lengths[a:b].sum(dtype="int64")) for s, (a, b) in zip(self.sources, ranges, strict=True)]
         if part and not any(tokens):
             log.warning(
-                "warning: data.split=%r leaves no %s documents (of %s); there will be no validation",
+                "data.split=%r leaves no %s documents (of %s); there will be no validation",
                 self.config.split, name, ", ".join(str(len(s.data)) for s in self.sources),
             )  # fmt: skip
             return None
@@ -122,7 +122,7 @@ class _Builder:
             raise ValueError("data.blend needs a number of samples: give data.num_samples or train.num_steps")
         used = [i for i, w in enumerate(weights) if w > 0]
         for i in set(range(len(weights))) - set(used):
-            log.warning("warning: %s has no share in %s and is left out", self.sources[i].data.prefix, name)
+            log.warning("%s has no share in %s and is left out", self.sources[i].data.prefix, name)
         if not used:
             used, weights = [0], [1.0, *weights[1:]]  # every path is empty: let GPTDataset say so
         if len(used) == 1:
@@ -252,6 +252,6 @@ def _compare_vocabularies(prefix: str, known: int, vocab_size: int) -> None:
             f" set model.vocab_size={known}"
         )
     log.warning(
-        "warning: model.vocab_size=%d, but the tokenizer of %s has %d ids: the other entries are never used",
+        "model.vocab_size=%d, but the tokenizer of %s has %d ids: the other entries are never used",
         vocab_size, prefix, known,
     )  # fmt: skip

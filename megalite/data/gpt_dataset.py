@@ -122,7 +122,7 @@ class GPTDataset:
             )
         if num_samples:
             log.warning(
-                "warning: %s has %d tokens, less than one sample of %d: it is repeated for %d epochs",
+                "%s has %d tokens, less than one sample of %d: it is repeated for %d epochs",
                 name, have, need, self.plan.num_epochs,
             )  # fmt: skip
 

@@ -22,6 +22,10 @@ from megalite.train.run_folder import JsonLines, RunFolder, read_rows
 logger = logging.getLogger("megalite")
 
 
+_FEWEST_TO_DRAW = 20
+"""Steps that make a curve; fewer are read faster as lines."""
+
+
 class Callback:
     """Base of all callbacks: every moment does nothing until a subclass overrides it.
 
@@ -143,8 +147,8 @@ class ProgressLines(Callback):
     def after_run(self, step: int) -> None:
         """Takes the bar away and draws the loss of the whole run, earlier sessions included."""
         self._view.stop()
-        curve = loss_curve([row["loss"] for row in read_rows(self._folder.metrics_file)])
-        if curve:
+        losses = [row["loss"] for row in read_rows(self._folder.metrics_file)]
+        if len(losses) >= _FEWEST_TO_DRAW and (curve := loss_curve(losses)):
             logger.info("loss over %d steps\n%s", step, curve)
 
 

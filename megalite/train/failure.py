@@ -333,6 +333,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.signal:
             self.signal, self._received = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping after this step; Ctrl-C again ends it at once\n")
         elif number == signal.SIGINT and time.monotonic() - self._received > 2.0:
             raise KeyboardInterrupt
 

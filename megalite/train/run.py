@@ -125,10 +125,11 @@ def _report(config: Sections, training: Training, launch: Launch, choices: dict[
     mpu = training.mpu
     owned = sum(stage.num_owned_parameters() for stage in training.stages.values())
     total = mpu.tp_pp.all_reduce(torch.tensor([owned], device=mpu.tp_pp.device))
+    ranks, threads = mpu.world.size, torch.get_num_threads()
     logger.info(
-        "%s: %s parameters, %d layers, %s, %s on %d %s",
+        "%s: %s parameters, %d layers, %s, %d rank%s with %d thread%s each",
         config.model.name, f"{int(total):,}", config.model.num_layers, config.train.precision,
-        "1 rank" if mpu.world.size == 1 else f"{mpu.world.size} ranks", max(1, torch.get_num_threads()), "threads each",
+        ranks, "s"[: ranks > 1], threads, "s"[: threads > 1],
     )  # fmt: skip
     for line in training.datasets.summary:
         logger.info("%s", line)
