@@ -192,11 +192,12 @@ class Team:
     def __enter__(self) -> Team:
         context = multiprocessing.get_context("spawn")
         port, self._pipes, self._processes = _free_port(), [], []
-        # Read by OpenMP when a child loads it: idle threads must leave the cores to the other cases.
-        os.environ |= {
-            "OMP_NUM_THREADS": str(self.case.threads),
-            "OMP_WAIT_POLICY": "PASSIVE" if self.case.ranks > 1 else "ACTIVE",
-        }
+        # Read by OpenMP when a child loads it. Idle threads must leave the cores to the other cases: never ACTIVE,
+        # which spins for ever; without a policy they spin for about a millisecond.
+        os.environ["OMP_NUM_THREADS"] = str(self.case.threads)
+        os.environ.pop("OMP_WAIT_POLICY", None)
+        if self.case.ranks > 1:
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         for rank in range(self.case.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(self.case, rank, port, theirs), daemon=True)
