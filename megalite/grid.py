@@ -95,8 +95,8 @@ class RankGrid:
         model = config.tp * config.cp * config.pp
         if world_size % model:
             found.append(
-                f"world size {world_size} (the ranks that torchrun starts) is not divisible by tp * cp * pp = {config.tp} * {config.cp} * {config.pp}"
-                f" = {model}; their product can be {_divisors(world_size)}"
+                f"world size {world_size} is not divisible by tp * cp * pp = {config.tp} * {config.cp} * {config.pp}"
+                f" = {model}; their product can be {_divisors(world_size)}, or start more ranks with torchrun"
             )
             return found
         stage_ranks = world_size // config.pp

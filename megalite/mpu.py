@@ -403,7 +403,7 @@ class ParallelState:
             axis.stats.reset()
 
     def describe(self, ranks_per_node: int | None = None) -> list[tuple[str, int, str, str]]:
-        """Rows (axis, size, my ranks, inside a node) for the start-up table: the axes of the layout that cut anything."""
+        """Rows (axis, size, my ranks, inside a node) for the start-up table, of what is cut."""
         rows = []
         experts = ("ep", "etp", "edp") if self.config.ep * self.config.etp > 1 else ()
         for name in ("world", "tp", "cp", "dp", "pp", *experts):
