@@ -46,7 +46,7 @@ def test_console_and_log_tell_the_same_story(tmp_path: Path) -> None:
     folder.close()
     lines = text.getvalue().splitlines()
     steps = [line.split("|")[0].strip() for line in lines if line.startswith("step ") and "loss" in line]
-    assert steps == ["step 8/21", "step 16/21", "step 16", "step 21/21"]
+    assert steps == ["step  8/21", "step 16/21", "step 16", "step 21/21"]
     assert any("checkpoint saved in" in line for line in lines) and "loss over 21 steps" in lines
     log = folder.log_file.read_text()
     assert all(line in log for line in lines)
