@@ -1,10 +1,12 @@
 """Step time of a Llama of 32 M parameters on the CPU, against its GEMM floor and Hugging Face in plain PyTorch.
 
 Each case lives in processes of its own (peak memory is theirs alone) and they take turns, a step at a time, so that
-a busy machine is busy for all of them; the best step of each counts. The peer is transformers' LlamaForCausalLM with
-torch.optim.AdamW, in the precision itself (so bf16 without float32 master weights), with no clipping. megalite runs
-its whole `train_step`, gradient norm and clipping included. Cases with several ranks share the same cores and run
-`--num-microbatches` micro-batches a step; their floor is that many floors of one process on all the threads.
+a busy machine is busy for all of them; the best step of each counts, so that the first may warm up. The peer is
+transformers' LlamaForCausalLM with torch.optim.AdamW, in the precision itself (so bf16 without float32 master weights),
+with no clipping. megalite runs its whole `train_step`, gradient norm and clipping included, with the settings that its
+runs make for their process by default: malloc keeps freed memory, and float32 products may use oneDNN. The peer has
+torch's and malloc's own. Cases with several ranks share the same cores and run `--num-microbatches` micro-batches a
+step; their floor is that many floors of one process on all the threads.
 """
 
 from __future__ import annotations
@@ -35,24 +37,18 @@ from megalite.config import Config
 from megalite.data.build import Datasets
 from megalite.data.config import DataConfig
 from megalite.data.gpt_dataset import Sample
-from megalite.data.sampler import GlobalBatches
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.optim.config import OptimConfig
-from megalite.optim.optimizer import Optimizer
-from megalite.parallel.data import DataParallel
-from megalite.pipeline.executor import Executor
-from megalite.pipeline.schedule import make_plan
-from megalite.train.build import build_stage, stage_layers
+from megalite.train.build import build_training
 from megalite.train.config import TrainConfig
 from megalite.train.run import choose_kernels
-from megalite.train.step import Training, train_step
+from megalite.train.step import train_step
 
 SEQ_LEN, MICRO_BATCH = 512, 4
 MODEL = ModelConfig(num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1408, vocab_size=8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_UP = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,7 @@ class Case:
 
 
 def megalite_step(case: Case) -> Callable[[], object]:
-    """One whole training step of megalite on this rank: what `Trainer` calls."""
+    """One whole training step of megalite on this rank: what `Trainer` calls, in a process tuned as a run's is."""
     layout = parse_layout(case.layout)
     config = layout.apply(
         Config(
@@ -92,29 +88,9 @@ def megalite_step(case: Case) -> Callable[[], object]:
     )
     device, mpu = torch.device("cpu"), ParallelState.build(config.parallel)
     choose_kernels(config, device)
-    batches = GlobalBatches(
-        dataset=RandomTokens(case.model.vocab_size),
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=MICRO_BATCH,
-        dp_rank=mpu.dp.rank,
-        dp_size=mpu.dp.size,
-    )
-    plan = make_plan(config.parallel.schedule, config.parallel.pp, batches.num_microbatches, config.parallel.vpp)
-    layers = stage_layers(config.model, config.parallel)
-    stages = {i: build_stage(config, mpu, i, layers[i], device) for i in plan.stages_of(mpu.pp.rank)}
-    reducers = {i: DataParallel(stage.units(), mpu, queue=stage.queue) for i, stage in stages.items()}
-    training = Training(
-        mpu=mpu,
-        device=device,
-        stages=stages,
-        data_parallels=reducers,
-        executor=Executor(plan, stages, reducers, mpu, device),
-        optimizer=Optimizer(config.optim, list(reducers.values()), mpu),
-        batches=batches,
-        validation=None,
-        datasets=Datasets(train=batches.dataset, validation=None, tokenizer=None, summary=[], fingerprint=""),
-        num_steps=1000,
-    )
+    samples = RandomTokens(case.model.vocab_size)
+    datasets = Datasets(train=samples, validation=None, tokenizer=None, summary=[], fingerprint="")
+    training = build_training(config, mpu, device, datasets=datasets)
     return lambda: train_step(training, 0)
 
 
@@ -272,13 +248,11 @@ def race(cases: Sequence[Case], rounds: int, console: Console) -> list[dict[str,
     with ExitStack() as stack:
         for team in teams:
             stack.enter_context(team)
-        with console.status(f"{cases[0].precision}: warming up") as status:
-            for number in range(WARM_UP + rounds):
+        with console.status(f"{cases[0].precision}: round 1 of {rounds}") as status:
+            for number in range(rounds):
+                status.update(f"{cases[0].precision}: round {number + 1} of {rounds}")
                 for team in teams:
-                    seconds = team.step()
-                    if number >= WARM_UP or team.case.name == "floor":
-                        team.seconds.append(seconds)
-                status.update(f"{cases[0].precision}: {max(0, number + 1 - WARM_UP)} of {rounds} rounds")
+                    team.seconds.append(team.step())
     return _rows(teams)
 
 
@@ -335,7 +309,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--layouts", nargs="*", default=("dp2", "tp2", "pp2"), help="of more than one rank")
     parser.add_argument("--num-microbatches", type=int, default=8, help="a step of several ranks (default 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each case (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each case (default 3)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each case, all ranks")
     parser.add_argument("--num-layers", type=int, default=MODEL.num_layers, help="for a quick look at a small model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")

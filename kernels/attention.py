@@ -2,12 +2,14 @@
 
 `sdpa` is torch's scaled_dot_product_attention. `block` is plain batched matrix products over the blocks on and below
 the diagonal: a GQA group's query heads are folded into rows, so keys and values are never repeated, and no more than
-one block of rows (forward) or columns (backward) of the score matrix exists at a time. Only `block` has dropout.
+one block of rows (forward) or columns (backward) of the score matrix exists at a time. Rotary positions are applied to
+those rows, and taken back from their gradients, so that nothing else is copied for them. Only `block` has dropout.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import feature_hash, keep_threshold, mix_, row_hash
+from .rope import apply_rope, rotate_rows_
 
 AttentionBackend = Literal["sdpa", "block"]
+Rope = tuple[Tensor, Tensor]  # cos and sin [s, b, r / 2], from `rope_tables`
 
 _BLOCK = 128  # query or key positions in a block of the `block` backend
+_CACHED = 1 << 20  # scores that a CPU thread works on at a time; smaller products do not run at full speed
 _BLOCK_WINS_TO = 1024  # on CPUs with AVX-512, forward and backward: 1.1 to 1.6 times SDPA at 512, level at 2048
 _LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
 _HEAD_STEP = 0x85EBCA77  # odd, so that no two heads of a layer share a row hash
@@ -62,46 +67,62 @@ def attention(
     backend: AttentionBackend,
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
+    rope: Rope | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale, causal) v for q [s, b, heads, d], k [s, b, kv_heads, d] and v [s, b, kv_heads, dv].
 
-    Query head i reads key head i // (heads / kv_heads). scale is 1 / sqrt(d) by default. Returns [s, b, heads, dv].
-    Scores and statistics are in promote_types(dtype, float32).
+    Query head i reads key head i // (heads / kv_heads). scale is 1 / sqrt(d) by default. rope turns q and k first, as
+    `apply_rope` does. Returns [s, b, heads, dv]. Scores and statistics are in promote_types(dtype, float32).
     """
     assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
     scale = scale if scale is not None else 1.0 / math.sqrt(q.shape[-1])
     if backend == "sdpa":
         assert dropout is None or dropout.p == 0.0, "sdpa attention has no stateless dropout"
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         return _sdpa(q, k, v, scale)
-    drop = dropout if dropout is not None and dropout.p > 0.0 else None
-    return _BlockAttention.apply(q, k, v, scale, drop)
+    return _BlockAttention.apply(q, k, v, scale, _active(dropout), rope)
+
+
+def packed_attention(
+    qkv: Tensor,
+    *,
+    head_dim: int,
+    num_kv_heads: int,
+    backend: AttentionBackend,
+    scale: float | None = None,
+    dropout: AttentionDropout | None = None,
+    rope: Rope | None = None,
+) -> Tensor:
+    """`attention` of q, k and v that lie side by side in qkv [s, b, (heads + 2 kv_heads) * head_dim].
+
+    Returns [s, b, heads * head_dim]. `block` makes the gradient of qkv in one piece.
+    """
+    if backend == "block":
+        scale = scale if scale is not None else 1.0 / math.sqrt(head_dim)
+        return _PackedBlockAttention.apply(qkv, head_dim, num_kv_heads, scale, _active(dropout), rope)
+    q, k, v = _unpack(qkv, head_dim, num_kv_heads)
+    return attention(q, k, v, backend=backend, scale=scale, dropout=dropout, rope=rope).flatten(2)
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The `block` backend's forward, outside autograd: (out [s, b, heads, dv], log-sum-exp [s, b, heads])."""
-    s, b, num_heads, _ = q.shape
-    group, num_kv = num_heads // k.shape[2], k.shape[2]
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q_rows, k_rows, v_rows = _rows(q, group, wide), _rows(k, 1, wide), _rows(v, 1, dtype)
-    out = q_rows.new_empty(b * num_kv, s * group, v.shape[-1], dtype=dtype)
-    lse = q_rows.new_empty(b * num_kv, s * group, 1)
-    for start in range(0, s, _BLOCK):
-        stop = min(start + _BLOCK, s)
-        rows = slice(start * group, stop * group)
-        scores = torch.bmm(q_rows[:, rows], k_rows[:, :stop].mT)
-        scores[:, :, start:] += _future(stop - start, wide, q.device).mT.repeat_interleave(group, 0)
-        top = scores.amax(-1, keepdim=True).mul_(scale)
-        probs = _exp_(scores, scale, top)
-        total = probs.sum(-1, keepdim=True)
-        lse[:, rows] = total.log().add_(top)
-        probs.div_(total)
-        if dropout is not None:
-            keep = _keep(dropout, slice(start, stop), slice(0, stop), group, num_heads).mT
-            probs.masked_fill_(~keep, 0.0).mul_(1.0 / (1.0 - dropout.p))
-        out[:, rows] = torch.bmm(probs.to(dtype), v_rows[:, :stop])
-    return _unfold(out, b, num_heads, group), _unfold(lse, b, num_heads, group).squeeze(-1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(*q.shape[:3], 1, dtype=wide)
+    for chunk in _chunks(q, k):
+        q_rows, k_rows = (_turned(x, chunk, rope).to(wide) for x in (q, k))
+        out_rows, lse_rows = _chunk_forward(q_rows, k_rows, chunk.rows(v, v.dtype), scale, chunk, dropout)
+        chunk.store(out_rows, out)
+        chunk.store(lse_rows, lse)
+    return out, lse.squeeze(-1)
 
 
 def block_backward(
@@ -113,61 +134,202 @@ def block_backward(
     lse: Tensor,
     scale: float,
     dropout: AttentionDropout | None = None,
+    rope: Rope | None = None,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from dout, given what `block_forward` returned.
+    """Gradients of q, k and v from dout, given what `block_forward` returned; written into `grads` where given."""
+    dtype, wide = q.dtype, lse.dtype
+    grads = grads if grads is not None else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    for chunk in _chunks(q, k):
+        q_rows, k_rows = (_turned(x, chunk, rope) for x in (q, k))
+        do_rows = chunk.rows(dout, wide)
+        delta = (do_rows * chunk.rows(out, wide)).sum(-1, keepdim=True)
+        dq_rows, dk_rows, dv_rows = _chunk_backward(
+            do_rows, q_rows, k_rows, chunk.rows(v, dtype), chunk.rows(lse.unsqueeze(-1), wide).mT, delta.mT,
+            scale, chunk, dropout,
+        )  # fmt: skip
+        for rows, grad in zip((dq_rows, dk_rows, dv_rows), grads, strict=True):
+            if rope is not None and rows is not dv_rows:
+                rows = chunk.turn_(rows.to(wide), rope, -1)
+            chunk.store(rows, grad)
+    return grads
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """KV heads `heads` of batch rows `batch`, and the query heads that read them; here they become `rows`.
+
+    rows: [batch rows * KV heads, s * group, d], the `group` query heads of a KV head being neighbours (k and v: 1).
+    """
+
+    batch: slice
+    heads: slice
+    kv_heads: int
+
+    def view(self, x: Tensor) -> Tensor:
+        """The chunk's part of x [s, b, heads, d] as [batch rows, KV heads, s, group, d]."""
+        group = x.shape[2] // self.kv_heads
+        part = x[:, self.batch].unflatten(2, (self.kv_heads, group))[:, :, self.heads]
+        return part.permute(1, 2, 0, 3, 4)
+
+    def rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The chunk's part of x [s, b, heads, d] as rows, a copy in dtype."""
+        view = self.view(x)
+        return torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view).flatten(2, 3).flatten(0, 1)
+
+    def store(self, rows: Tensor, x: Tensor) -> None:
+        """The inverse of `rows`, into x."""
+        view = self.view(x)
+        view.copy_(rows.view(view.shape))
+
+    def turn_(self, rows: Tensor, rope: Rope, direction: int) -> Tensor:
+        """Turns rows by their positions, or with direction -1 back, in place."""
+        cos, sin = (table[:, self.batch].transpose(0, 1) for table in rope)
+        rotate_rows_(rows.unflatten(0, (cos.shape[0], -1)), cos, direction * sin)
+        return rows
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[_Chunk]:
+    """All heads of all batch rows; on a CPU, so many at a time that a block of their scores stays small."""
+    s, b, num_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    pairs = b * kv_heads
+    if q.device.type == "cpu":
+        scores = min(_BLOCK, s) * (num_heads // kv_heads) * s
+        pairs = torch.get_num_threads() * max(1, _CACHED // max(1, scores))
+    num_rows, num_heads = max(1, pairs // kv_heads), min(pairs, kv_heads)
+    for row in range(0, b, num_rows):
+        for head in range(0, kv_heads, num_heads):
+            yield _Chunk(slice(row, min(row + num_rows, b)), slice(head, min(head + num_heads, kv_heads)), kv_heads)
+
+
+def _turned(x: Tensor, chunk: _Chunk, rope: Rope | None) -> Tensor:
+    """The rows of x in its dtype, turned by their positions."""
+    if rope is None:
+        return chunk.rows(x, x.dtype)
+    return chunk.turn_(chunk.rows(x, rope[0].dtype), rope, 1).to(x.dtype)
+
+
+def _chunk_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, chunk: _Chunk, dropout: AttentionDropout | None
+) -> tuple[Tensor, Tensor]:
+    """(out in v's dtype, log-sum-exp) from rows, q and k in float32 or wider."""
+    s, group = k.shape[1], q.shape[1] // k.shape[1]
+    out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
+    lse = q.new_empty(*q.shape[:2], 1)
+    future = _future(min(_BLOCK, s), q).mT.repeat_interleave(group, 0)
+    for start in range(0, s, _BLOCK):
+        stop = min(start + _BLOCK, s)
+        rows = slice(start * group, stop * group)
+        scores = _product(q[:, rows], k[:, :stop])
+        scores[:, :, start:].add_(future[: (stop - start) * group, : stop - start])
+        top = scores.amax(-1, keepdim=True).mul_(scale)
+        probs = _exp_(scores, scale, top)
+        total = probs.sum(-1, keepdim=True)
+        torch.add(total.log(), top, out=lse[:, rows])
+        probs.div_(total)
+        if dropout is not None:
+            keep = _keep(dropout, slice(start, stop), slice(0, stop), group, chunk).mT
+            probs.masked_fill_(~keep, 0.0).mul_(1.0 / (1.0 - dropout.p))
+        torch.bmm(probs.to(v.dtype), v[:, :stop], out=out[:, rows])
+    return out, lse
+
+
+def _chunk_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    chunk: _Chunk,
+    dropout: AttentionDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows q, k and v; lse and delta [heads, 1, s * group] and do are in float32 or wider.
 
     Works on blocks of keys, with probabilities transposed [keys, queries]: the gradients of k and v then come out of
     one product each, in the order of operands that CPU libraries run fastest.
     """
-    s, b, num_heads, _ = q.shape
-    group = num_heads // k.shape[2]
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    delta = (dout.to(wide) * out).sum(-1)
-    lse, delta = (_rows(row.unsqueeze(-1), group, wide).mT for row in (lse, delta))
-    q_rows, k_rows, v_rows, do_rows = (
-        _rows(q, group, wide),
-        _rows(k, 1, wide),
-        _rows(v, 1, wide),
-        _rows(dout, group, wide),
-    )
-    q_low, k_low, do_low = (x.to(dtype) for x in (q_rows, k_rows, do_rows))
-    dq, dk, dv = torch.zeros_like(q_rows), torch.empty_like(k_low), torch.empty_like(v_rows, dtype=dtype)
+    s, group = k.shape[1], q.shape[1] // k.shape[1]
+    dtype, wide = q.dtype, do.dtype
+    q_wide, k_wide, v_wide, do_low = q.to(wide), k.to(wide), v.to(wide), do.to(dtype)
+    dq, dk, dv = torch.zeros_like(q_wide), torch.empty_like(k), torch.empty_like(v)
+    future = _future(min(_BLOCK, s), do).repeat_interleave(group, 1)
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         keys, queries = slice(start, stop), slice(start * group, s * group)
-        scores = torch.bmm(k_rows[:, keys], q_rows[:, queries].mT)
-        future = _future(stop - start, wide, q.device).repeat_interleave(group, 1)
-        scores[:, :, : future.shape[1]] += future
+        scores = _product(k_wide[:, keys], q_wide[:, queries])
+        scores[:, :, : (stop - start) * group].add_(future[: stop - start, : (stop - start) * group])
         probs = dropped = _exp_(scores, scale, lse[:, :, queries])
-        dprobs = torch.bmm(v_rows[:, keys], do_rows[:, queries].mT)
+        dprobs = _product(v_wide[:, keys], do[:, queries])
         if dropout is not None:
-            drop = ~_keep(dropout, slice(start, s), keys, group, num_heads)
+            drop = ~_keep(dropout, slice(start, s), keys, group, chunk)
             rescale = 1.0 / (1.0 - dropout.p)
             dropped = probs.masked_fill(drop, 0.0).mul_(rescale)
             dprobs.masked_fill_(drop, 0.0).mul_(rescale)
         torch.bmm(dropped.to(dtype), do_low[:, queries], out=dv[:, keys])
         dscores = dprobs.sub_(delta[:, :, queries]).mul_(probs).to(dtype)
-        dk[:, keys] = torch.bmm(dscores, q_low[:, queries]).mul_(scale)
-        dq[:, queries] += torch.bmm(dscores.mT, k_low[:, keys])
-    dq.mul_(scale)
-    num_kv = k.shape[2]
-    return _unfold(dq, b, num_heads, group).to(dtype), _unfold(dk, b, num_kv, 1), _unfold(dv, b, num_kv, 1)
+        torch.bmm(dscores, q[:, queries], out=dk[:, keys])
+        dq[:, queries].add_(torch.bmm(dscores.mT, k[:, keys]))
+    return dq.mul_(scale), dk.mul_(scale), dv
 
 
 class _BlockAttention(torch.autograd.Function):
     """The `block` backend; saves its inputs, its output and the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None) -> Tensor:
-        out, lse = block_forward(q, k, v, scale, dropout)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None, rope: Rope | None
+    ) -> Tensor:
+        out, lse = block_forward(q, k, v, scale, dropout, rope)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.dropout = scale, dropout
+        ctx.scale, ctx.dropout, ctx.rope = scale, dropout, rope
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *block_backward(grads[0], q, k, v, out, lse, ctx.scale, ctx.dropout), None, None
+        return *block_backward(grads[0], q, k, v, out, lse, ctx.scale, ctx.dropout, ctx.rope), None, None, None
+
+
+class _PackedBlockAttention(torch.autograd.Function):
+    """The same for q, k and v in one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        head_dim: int,
+        num_kv_heads: int,
+        scale: float,
+        dropout: AttentionDropout | None,
+        rope: Rope | None,
+    ) -> Tensor:
+        out, lse = block_forward(*_unpack(qkv, head_dim, num_kv_heads), scale, dropout, rope)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.sizes, ctx.scale, ctx.dropout, ctx.rope = (head_dim, num_kv_heads), scale, dropout, rope
+        return out.flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, out, lse = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        block_backward(
+            grads[0].view(out.shape), *_unpack(qkv, *ctx.sizes), out, lse, ctx.scale, ctx.dropout, ctx.rope,
+            _unpack(dqkv, *ctx.sizes),
+        )  # fmt: skip
+        return dqkv, None, None, None, None, None
+
+
+def _unpack(qkv: Tensor, head_dim: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
+    return q, k, v
+
+
+def _active(dropout: AttentionDropout | None) -> AttentionDropout | None:
+    return dropout if dropout is not None and dropout.p > 0.0 else None
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -177,18 +339,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.permute(2, 0, 1, 3)
 
 
-def _rows(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """[s, b, heads, d] to [b * heads / group, s * group, d] in dtype: a group's heads are neighbouring rows."""
-    s, b, heads, d = x.shape
-    rows = x.new_empty(b, heads // group, s, group, d, dtype=dtype)
-    rows.copy_(x.view(s, b, heads // group, group, d).permute(1, 2, 0, 3, 4))
-    return rows.view(b * heads // group, s * group, d)
-
-
-def _unfold(rows: Tensor, b: int, heads: int, group: int) -> Tensor:
-    """The inverse of `_rows`: [s, b, heads, d], contiguous."""
-    s, d = rows.shape[1] // group, rows.shape[2]
-    return rows.view(b, heads // group, s, group, d).permute(2, 0, 1, 3, 4).reshape(s, b, heads, d)
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T, batch by batch. On a CPU, bmm would bring a slice of rows in order while it transposes it, far slower."""
+    return torch.bmm(a, b.contiguous().mT)
 
 
 def _exp_(scores: Tensor, scale: float, shift: Tensor) -> Tensor:
@@ -200,15 +353,16 @@ def _exp_(scores: Tensor, scale: float, shift: Tensor) -> Tensor:
     return torch.add(shift * -_LOG2_E, scores, alpha=scale * _LOG2_E, out=scores).exp2_()
 
 
-def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _future(size: int, like: Tensor) -> Tensor:
     """[size, size]: -inf where the key (row) comes after the query (column), else 0."""
-    return torch.full((size, size), float("-inf"), dtype=dtype, device=device).tril_(-1)
+    return like.new_full((size, size), float("-inf")).tril_(-1)
 
 
-def _keep(dropout: AttentionDropout, queries: slice, keys: slice, group: int, num_heads: int) -> Tensor:
-    """bool [b * kv_heads, keys, queries * group]: what dropout keeps of the transposed probabilities."""
-    row = row_hash(dropout.key, dropout.token_index[queries]).t()[:, None, :, None]
-    heads = torch.arange(num_heads, device=row.device).add_(dropout.head_offset).mul_(_HEAD_STEP).to(torch.int32)
+def _keep(dropout: AttentionDropout, queries: slice, keys: slice, group: int, chunk: _Chunk) -> Tensor:
+    """bool [pairs of the chunk, keys, queries * group]: what dropout keeps of the transposed probabilities."""
+    row = row_hash(dropout.key, dropout.token_index[queries, chunk.batch]).t()[:, None, :, None]
+    heads = torch.arange(chunk.heads.start * group, chunk.heads.stop * group, device=row.device)
+    heads = heads.add_(dropout.head_offset).mul_(_HEAD_STEP).to(torch.int32)
     row = mix_(row + heads.view(-1, 1, group)).flatten(2).flatten(0, 1)
     feature = feature_hash(keys.start, keys.stop, row.device)
     return mix_(row[:, None, :] + feature[:, None]) >= keep_threshold(dropout.p)

@@ -28,6 +28,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin)
 
 
+def rotate_rows_(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """`apply_rope` in place, outside autograd, on rows [b, n, s * group, d] with tables [b, s, r/2] of their dtype.
+
+    Row i has position i // group. A negated sin turns back.
+    """
+    group, half = rows.shape[2] // cos.shape[1], cos.shape[-1]
+    # Whole tables, repeated for the group: loops over one head are too short to run fast.
+    cos = torch.cat((cos, cos), -1).repeat_interleave(group, 1).unsqueeze(1)
+    sin = torch.cat((-sin, sin), -1).repeat_interleave(group, 1).unsqueeze(1)
+    swapped = torch.cat((rows[..., half : 2 * half], rows[..., :half]), -1)
+    rows[..., : 2 * half].mul_(cos).addcmul_(swapped, sin)
+
+
 class _Rope(torch.autograd.Function):
     """A rotation; its gradient is the rotation back."""
 

@@ -7,10 +7,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megalite.kernels.attention import AttentionDropout, attention, resolve_attention
+from megalite.kernels.attention import AttentionDropout, packed_attention, resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.dropout import dropout_key
-from megalite.kernels.rope import apply_rope
 from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
@@ -62,6 +61,7 @@ class ParallelAttention(nn.Module):
             sequence_parallel=sequence_parallel,
             init_std=config.init_std,
         )
+        self.num_kv_heads = self.qkv.sizes[1] // config.head_size
         self.proj = RowParallelLinear(
             config.num_heads * config.head_size,
             config.hidden_size,
@@ -75,22 +75,26 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Returns the output and the bias still to be added."""
-        q, k, v = (
-            part.view(*part.shape[:-1], -1, self.head_size) for part in self.qkv(x).split(self.qkv.sizes, dim=-1)
-        )
-        if context.rope is not None:
-            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
-        return self.proj(self._attend(q, k, v, context).flatten(2))
+        return self.proj(self._attend(self.qkv(x), context))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """[s, b, heads, d] each -> [s, b, heads, d]."""
+    def _attend(self, qkv: Tensor, context: Context) -> Tensor:
+        """[s, b, (heads + 2 kv_heads) * d] -> [s, b, heads * d]."""
         p = self.dropout if context.training else 0.0
-        backend = resolve_attention(self.choice, device=q.device, dropout=p, seq_len=q.shape[0])
         dropout = None
         if p > 0.0:
-            key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), q.device)
+            key = dropout_key(
+                context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
+            )
             dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
-        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout)
+        return packed_attention(
+            qkv,
+            head_dim=self.head_size,
+            num_kv_heads=self.num_kv_heads,
+            backend=resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0]),
+            scale=self.scale,
+            dropout=dropout,
+            rope=context.rope,
+        )
 
 
 def _kv_replicas(mpu: ParallelState, kv_heads: int) -> Axis | None:

@@ -11,7 +11,7 @@ from megalite.mpu import ParallelState
 from megalite.parallel.data import DataParallel, Segment
 from megalite.parallel.shard import shard_of
 
-_CHUNK = 1 << 17
+_CHUNK = 1 << 18
 """Elements squared at a time on the CPU, so that their float64 copy stays in the cache."""
 _CUDA_CHUNK = 1 << 24
 

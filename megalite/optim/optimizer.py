@@ -16,7 +16,7 @@ from megalite.optim.rules import update_rule
 from megalite.parallel.data import DataParallel, Segment, main_grad
 from megalite.parallel.shard import Shard, shard_of
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 19
 """Elements updated at a time on the CPU: scaled gradient and fresh weights stay in the cache. A multiple of the
 segment alignment, so that every element goes through the same vector code wherever it lies."""
 _CUDA_CHUNK = 1 << 25

@@ -94,10 +94,15 @@ def build_training(
     mpu: ParallelState,
     device: torch.device,
     *,
+    datasets: Datasets | None = None,
     wrap_data: Callable[[SampleSource], SampleSource] | None = None,
 ) -> Training:
-    """This rank's part of the run. `wrap_data` may change the training samples (proofs use ragged loss masks)."""
-    datasets = _datasets(config)
+    """This rank's part of the run.
+
+    `datasets` stand in for those that the data section describes. `wrap_data` may change the training samples (proofs
+    use ragged loss masks).
+    """
+    datasets = datasets if datasets is not None else _datasets(config)
     batches = _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train)
     plan = _plan(config, batches.num_microbatches)
     layers = stage_layers(config.model, config.parallel)

@@ -114,7 +114,7 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
         "attention": resolve_attention(kernels.attention, device=device, dropout=dropout, seq_len=seq_len)
     }
     if device.type == "cpu":
-        if config.train.precision == "fp32":
+        if config.train.precision != "fp64":
             choices["float32 products"] = set_fp32_gemm(kernels.fp32_gemm)
         choices["malloc"] = "tuned" if kernels.malloc_tuning and tune_malloc() else "as it is"
     return choices

@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import attention as module
-from megalite.kernels.attention import AttentionDropout, attention, block_forward, resolve_attention
+from megalite.kernels.attention import (
+    AttentionDropout,
+    attention,
+    block_forward,
+    packed_attention,
+    resolve_attention,
+)
 from megalite.kernels.dropout import dropout_key
+from megalite.kernels.rope import apply_rope, rope_tables
 
 # s, b, heads, kv_heads, d: GQA ratios, odd lengths and sizes, blocks that divide and that do not.
 SHAPES = [(1, 2, 4, 2, 8), (17, 3, 6, 2, 5), (16, 1, 4, 4, 8), (50, 2, 8, 1, 3), (33, 1, 3, 3, 1), (7, 0, 2, 1, 4)]
@@ -80,6 +87,37 @@ def test_slices_of_one_projection() -> None:
     want = outputs(reference(q, k, v, 0.4)[0], [qkv], dout)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "block"])
+@pytest.mark.parametrize("rotary_dim", [4, 6], ids=lambda r: f"rotary{r}of6")
+def test_packed_with_rotary_positions(
+    backend: module.AttentionBackend, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions differ between batch rows, and chunks hold a part of the heads."""
+    monkeypatch.setattr(module, "_CACHED", 1)
+    torch.manual_seed(0)
+    qkv = torch.randn(37, 3, (8 + 2 * 4) * 6, dtype=torch.float64, requires_grad=True)
+    dout = torch.randn(37, 3, 8 * 6, dtype=torch.float64)
+    rope = rope_tables(torch.randint(0, 50, (37, 3)), rotary_dim, 100.0, torch.float64)
+    q, k, v = (t.view(37, 3, -1, 6) for t in qkv.split([48, 24, 24], -1))
+    want = outputs(reference(apply_rope(q, *rope), apply_rope(k, *rope), v, 0.4)[0].flatten(2), [qkv], dout)
+    ours = packed_attention(qkv, head_dim=6, num_kv_heads=4, backend=backend, scale=0.4, rope=rope)
+    for got, expected in zip(outputs(ours, [qkv], dout), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("cached", [1, 1 << 10, 1 << 12])
+def test_chunks_do_not_show(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of part of a row's heads, of several rows and of everything drop the same probabilities."""
+    q, k, v, dout = inputs((33, 5, 6, 3, 4))
+    token_index = torch.arange(33 * 5).view(33, 5) * 7
+    dropout = AttentionDropout(p=0.3, key=dropout_key(1, 2, 3), token_index=token_index, head_offset=6)
+    whole = outputs(attention(q, k, v, backend="block", dropout=dropout), [q, k, v], dout)
+    monkeypatch.setattr(module, "_CACHED", cached)
+    parts = outputs(attention(q, k, v, backend="block", dropout=dropout), [q, k, v], dout)
+    for got, want in zip(parts, whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
