@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from megalite.pipeline.schedule import Action, Kind, Plan, PlanError
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.plan import Action, Kind, Plan, PlanError
+from megalite.pipeline.simulate import completion_order
 
 _SENDS = (Kind.SEND_ACT, Kind.SEND_GRAD)
 _RECEIVES = (Kind.RECV_ACT, Kind.RECV_GRAD)
@@ -24,11 +24,11 @@ def lower(plan: Plan) -> Plan:
     Neighbouring stages on one rank exchange nothing. Lowering a lowered plan gives the same plan.
     """
     rows: list[list[Action]] = [[] for _ in range(plan.num_ranks)]
-    for slot in simulate(plan).slots:
-        rows[slot.rank].append(slot.action)
-        if (message := _message(plan, slot.action)) is not None:
+    for rank, action in completion_order(plan):
+        rows[rank].append(action)
+        if (message := _message(plan, action)) is not None:
             send, receive = message
-            rows[slot.rank].append(send)
+            rows[rank].append(send)
             rows[plan.placement[receive.stage]].append(receive)
     lowered = replace(plan, actions=tuple(tuple(_with_reductions(row)) for row in rows))
     check_deadlock_free(lowered)
