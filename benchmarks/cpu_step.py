@@ -43,8 +43,7 @@ from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.schedule import make_plan
-from megalite.train.build import build_stage, stage_layers
+from megalite.train.build import build_stages, plan_of
 from megalite.train.config import TrainConfig
 from megalite.train.run import choose_kernels
 from megalite.train.step import Training, train_step
@@ -99,9 +98,8 @@ def megalite_step(case: Case) -> Callable[[], object]:
         dp_rank=mpu.dp.rank,
         dp_size=mpu.dp.size,
     )
-    plan = make_plan(config.parallel.schedule, config.parallel.pp, batches.num_microbatches, config.parallel.vpp)
-    layers = stage_layers(config.model, config.parallel)
-    stages = {i: build_stage(config, mpu, i, layers[i], device) for i in plan.stages_of(mpu.pp.rank)}
+    plan = plan_of(config.parallel, batches.num_microbatches)
+    stages = build_stages(config, mpu, plan, device)
     reducers = {i: DataParallel(stage.units(), mpu, queue=stage.queue) for i, stage in stages.items()}
     training = Training(
         mpu=mpu,

@@ -27,6 +27,8 @@ from torch import Tensor
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
+BIDIRECTIONAL = ("dualpipe",)
+"""Schedules under which ranks r and pp - 1 - r of a pipeline hold the same stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,12 @@ class ParallelConfig:
     etp: int = 1
     """Tensor-parallel size inside an expert."""
     vpp: int = 1
-    """Virtual pipeline stages (model chunks) on each pipeline rank."""
+    """Virtual pipeline stages (model chunks) on each pipeline rank; schedules in a V always have 2."""
     sequence_parallel: bool = False
     """Cut the sequence over the tensor-parallel ranks between the parallel layers."""
     schedule: str = "1f1b"
-    """Pipeline schedule: 1f1b or gpipe."""
+    """Pipeline schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, zb_v, v_half, v_min,
+    dualpipe_v, dualpipe, or csv:FILE with a plan of your own."""
     zero: int = 0
     """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
     cp_mode: str = "ring"
@@ -190,6 +193,11 @@ class RankGrid:
         pipeline = self.members(rank, ("pp",))
         ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
         return ends if rank in ends else (rank,)
+
+    def mirror_members(self, rank: int) -> tuple[int, ...]:
+        """`rank` and the rank as far from the other end of its pipeline, in ascending order."""
+        pipeline = self.members(rank, ("pp",))
+        return tuple(sorted({rank, pipeline[-1 - pipeline.index(rank)]}))
 
 
 @dataclass
@@ -495,7 +503,8 @@ class ParallelState:
 
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed; tp_cp and tp_dp_cp
     cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the model (with cp = 1);
-    embd joins the first and the last stage; world is everyone in the layout.
+    embd joins the first and the last stage; replica joins the two ranks of a pipeline that hold the same stages under a
+    bidirectional schedule; world is everyone in the layout.
     """
 
     config: ParallelConfig
@@ -514,6 +523,7 @@ class ParallelState:
     tp_dp_cp: Axis
     tp_pp: Axis
     embd: Axis
+    replica: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)
 
     @staticmethod
@@ -521,7 +531,7 @@ class ParallelState:
         """One rank, no process group: every layer works with it, without torch.distributed."""
         config = ParallelConfig()
         last_call = LastCall()
-        axes = {name: Axis(name, last_call=last_call) for name in ("world", *_AXES, "embd")}
+        axes = {name: Axis(name, last_call=last_call) for name in ("world", *_AXES, "embd", "replica")}
         return ParallelState(config, config.grid(1), 0, **axes, last_call=last_call)
 
     @staticmethod
@@ -547,6 +557,8 @@ class ParallelState:
         axes = {"world": axis("world", range(len(layout)))}
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
+        mirrored = config.schedule in BIDIRECTIONAL
+        axes["replica"] = axis("replica", grid.mirror_members(me) if mirrored else (me,))
         return ParallelState(config, grid, me, **axes, last_call=last_call)
 
     def blocks(self, axis: Axis, size: int) -> Axis:
@@ -560,7 +572,7 @@ class ParallelState:
 
     def axes(self) -> dict[str, Axis]:
         """All axes by name."""
-        return {name: getattr(self, name) for name in ("world", *_AXES, "embd")}
+        return {name: getattr(self, name) for name in ("world", *_AXES, "embd", "replica")}
 
     def reset_stats(self) -> None:
         """Forgets what has been counted on every axis."""

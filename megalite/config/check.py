@@ -10,9 +10,11 @@ from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
 from megalite.mpu import RankGrid
 from megalite.nn.config import ModelConfig
+from megalite.pipeline.lower import lower
 from megalite.pipeline.partition import partition
-
-SCHEDULES = ("1f1b", "gpipe")
+from megalite.pipeline.plan import Plan, PlanError
+from megalite.pipeline.schedule import SCHEDULES
+from megalite.train.build import plan_of
 
 
 def check(config: Config, world_size: int) -> None:
@@ -26,7 +28,7 @@ def check(config: Config, world_size: int) -> None:
             *_not_built(config),
             *_model_problems(config.model),
             *_cut_problems(config),
-            *_stage_problems(config),
+            *_pipeline_problems(config, dp),
             *_kernel_problems(config),
             *config.train.problems(dp),
             *data_problems(config.data),
@@ -53,16 +55,12 @@ def _type_problems(config: Config) -> list[str]:
 def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
     parallel = config.parallel
-    reserved = {"cp": "context", "ep": "expert", "etp": "expert-tensor", "vpp": "virtual pipeline"}
+    reserved = {"cp": "context", "ep": "expert", "etp": "expert-tensor"}
     found = [
         f"parallel.{name}={getattr(parallel, name)}: {kind} parallelism is not built yet; use 1"
         for name, kind in reserved.items()
         if getattr(parallel, name) > 1
     ]
-    if parallel.schedule not in SCHEDULES:
-        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
-        found.append(f"parallel.schedule={parallel.schedule!r} is not known or not built yet; {hint}")
     if parallel.zero != 0:
         found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
@@ -133,19 +131,47 @@ def _cut_problems(config: Config) -> list[str]:
     return found
 
 
-def _stage_problems(config: Config) -> list[str]:
-    """Whether the layers fill the pipeline stages; the executor's own split decides."""
-    parallel = config.parallel
-    layers, stages = config.model.num_layers, parallel.pp * parallel.vpp
-    if layers < 1 or stages < 1:
+def _pipeline_problems(config: Config, dp: int | None) -> list[str]:
+    """Whether the schedule has a plan for these sizes that can be executed, and the layers fill its stages."""
+    parallel, train = config.parallel, config.train
+    if parallel.schedule not in SCHEDULES and not parallel.schedule.startswith("csv:"):
+        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)} and csv:FILE"
+        return [f"parallel.schedule={parallel.schedule!r} is not known; {hint}"]
+    if dp is None or min(train.micro_batch_size, config.model.num_layers) < 1:
+        return []  # reported already
+    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    if num_microbatches < 1 or rest:
         return []  # reported already
     try:
+        plan = lower(plan_of(parallel, num_microbatches))
         partition(
-            layers, stages, layer_cost=1, embedding_cost=0, head_cost=0, layers_per_stage=parallel.layers_per_stage
+            config.model.num_layers,
+            plan.num_stages,
+            layer_cost=1,
+            embedding_cost=0,
+            head_cost=0,
+            layers_per_stage=parallel.layers_per_stage,
         )
-    except ValueError as error:
+    except PlanError as error:
+        return [
+            f"{error}\n(parallel.schedule={parallel.schedule} over pp={parallel.pp} ranks with"
+            f" global_batch_size / (micro_batch_size * dp) = {num_microbatches} micro-batches)"
+        ]
+    except (ValueError, OSError) as error:
         return [str(error)]
-    return []
+    return _end_problems(config, plan)
+
+
+def _end_problems(config: Config, plan: Plan) -> list[str]:
+    """Whether tied weights at both ends of the model can be summed."""
+    ends = {plan.placement[0], plan.placement[plan.num_stages - 1]}
+    if not config.model.tie_embeddings or len(ends) == 1 or ends == {0, plan.num_ranks - 1}:
+        return []
+    return [
+        f"parallel.schedule={config.parallel.schedule} places the first and the last stage on pipeline ranks"
+        f" {sorted(ends)}; model.tie_embeddings needs both on one rank, or on the first and the last"
+    ]
 
 
 def _kernel_problems(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import NonFiniteGradient
+from megalite.parallel.shard import shard_of
 from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import default_callbacks
 from megalite.train.checkpoints import ResumeError
@@ -101,7 +102,12 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
 def _report(config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console) -> None:
     """What rank 0 says before the first step: the model, the data, the layout and the kernels."""
     mpu = training.mpu
-    owned = sum(stage.num_owned_parameters() for stage in training.stages.values())
+    owned = sum(
+        parameter.numel()
+        for data_parallel in training.data_parallels.values()
+        for parameter in data_parallel.parameters
+        if shard_of(parameter).is_owner(mpu)
+    )
     total = mpu.tp_pp.all_reduce(torch.tensor([owned], device=mpu.tp_pp.device))
     logger.info(
         "%s: %s parameters, %d layers, %s, %s on %d %s",

@@ -83,7 +83,7 @@ def _check(outcomes: list[Outcome], plan: Plan, frozen: frozenset[str] = frozens
         want = losses if rank == last else [torch.zeros((), dtype=torch.float64)] * 2
         torch.testing.assert_close(outcome.losses, want, rtol=1e-12, atol=0)
         torch.testing.assert_close(outcome.evaluated, evaluated if rank == last else want[0], rtol=1e-12, atol=0)
-        assert outcome.reducers == {s: ["arm", "finish"] * 2 for s in plan.stages_of(rank)}
+        assert outcome.reducers == {s: ["arm", "complete", "finish"] * 2 for s in plan.stages_of(rank)}
         assert outcome.peaks == (peak_activations(plan)[rank], peak_activations(plan, Kind.WEIGHT_GRAD)[rank])
         # Over each hand-over between ranks a microbatch sends an activation one way and a gradient the other.
         hops = sum((a == rank) != (b == rank) for a, b in pairwise(plan.placement))

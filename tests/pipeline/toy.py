@@ -116,6 +116,9 @@ class RecordingReducer:
     def arm(self) -> None:
         self.events.append("arm")
 
+    def complete(self) -> None:
+        self.events.append("complete")
+
     def finish(self) -> None:
         self.events.append("finish")
 
