@@ -133,34 +133,48 @@ def _cut_problems(config: Config) -> list[str]:
 
 def _pipeline_problems(config: Config, dp: int | None) -> list[str]:
     """Whether the schedule has a plan for these sizes that can be executed, and the layers fill its stages."""
-    parallel, train = config.parallel, config.train
-    if parallel.schedule not in SCHEDULES and not parallel.schedule.startswith("csv:"):
-        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)} and csv:FILE"
-        return [f"parallel.schedule={parallel.schedule!r} is not known; {hint}"]
-    if dp is None or min(train.micro_batch_size, config.model.num_layers) < 1:
+    parallel = config.parallel
+    if config.model.num_layers < 1 or min(parallel.pp, parallel.vpp) < 1:
         return []  # reported already
-    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
-    if num_microbatches < 1 or rest:
-        return []  # reported already
+    found: list[str] = []
+    plan = None
     try:
-        plan = lower(plan_of(parallel, num_microbatches))
+        plan = _plan(config, dp)
+    except (PlanError, OSError) as error:
+        found.append(str(error))
+    try:
         partition(
             config.model.num_layers,
-            plan.num_stages,
+            plan.num_stages if plan is not None else parallel.pp * parallel.vpp,
             layer_cost=1,
             embedding_cost=0,
             head_cost=0,
             layers_per_stage=parallel.layers_per_stage,
         )
+    except ValueError as error:
+        found.append(str(error))
+    return found + (_end_problems(config, plan) if plan is not None else [])
+
+
+def _plan(config: Config, dp: int | None) -> Plan | None:
+    """The plan of a step, lowered and so proved; None when its sizes are not known. Raises PlanError without one."""
+    parallel, train = config.parallel, config.train
+    if parallel.schedule not in SCHEDULES and not parallel.schedule.startswith("csv:"):
+        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)} and csv:FILE"
+        raise PlanError(f"parallel.schedule={parallel.schedule!r} is not known; {hint}")
+    if dp is None or train.micro_batch_size < 1:
+        return None
+    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    if num_microbatches < 1 or rest:
+        return None
+    try:
+        return lower(plan_of(parallel, num_microbatches))
     except PlanError as error:
-        return [
-            f"{error}\n(parallel.schedule={parallel.schedule} over pp={parallel.pp} ranks with"
-            f" global_batch_size / (micro_batch_size * dp) = {num_microbatches} micro-batches)"
-        ]
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    return _end_problems(config, plan)
+        raise PlanError(
+            f"parallel.schedule={parallel.schedule} has no plan for parallel.pp={parallel.pp}, vpp={parallel.vpp} and"
+            f" {num_microbatches} micro-batches (global_batch_size / (micro_batch_size * dp)): {error}"
+        ) from error
 
 
 def _end_problems(config: Config, plan: Plan) -> list[str]:
