@@ -39,25 +39,26 @@ class Costs:
     stages: tuple[tuple[Time, Time, Time], ...] | None = None
     """Each model stage's own forward, input_grad and weight_grad, as measured, instead of all of the above."""
 
+    def passes(self, model_stage: int, num_stages: int, num_ranks: int) -> tuple[Time, Time, Time]:
+        """A model stage's own forward, input_grad and weight_grad."""
+        if self.stages is not None:
+            return self.stages[model_stage]
+        share: Time = 1
+        if self.stage_share is not None:
+            share = self.stage_share[model_stage]
+        elif num_stages != num_ranks:
+            share = Fraction(num_ranks, num_stages)
+        return self.forward * share, self.input_grad * share, self.weight_grad * share
+
     def duration(self, action: Action, plan: Plan) -> Time:
         """How long a compute action runs."""
-        stage = plan.model_stage(action.stage)
-        share: Time = 1
-        if self.stages is not None:
-            forward, input_grad, weight_grad = self.stages[stage]
-        else:
-            forward, input_grad, weight_grad = self.forward, self.input_grad, self.weight_grad
-            if self.stage_share is not None:
-                share = self.stage_share[stage]
-            elif plan.num_stages != plan.num_ranks:
-                share = Fraction(plan.num_ranks, plan.num_stages)
-        cost = {
+        forward, input_grad, weight_grad = self.passes(plan.model_stage(action.stage), plan.num_stages, plan.num_ranks)
+        return {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_grad + weight_grad,
             Kind.INPUT_GRAD: input_grad,
             Kind.WEIGHT_GRAD: weight_grad,
         }[action.kind]
-        return cost * share
 
 
 class Slot(NamedTuple):

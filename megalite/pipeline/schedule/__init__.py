@@ -19,13 +19,15 @@ from megalite.pipeline.plan import (
     results,
     v_placement,
 )
+from megalite.pipeline.schedule.dualpipe import dualpipe, dualpipe_v
 from megalite.pipeline.schedule.looped import interleaved, interleaved_zb, looped_bfs
 from megalite.pipeline.schedule.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.schedule.sizes import check_sizes, forward
 from megalite.pipeline.schedule.zb_v import zb_v
+from megalite.pipeline.simulate import Costs
 
 __all__ = [
-    "COMPUTE", "SCHEDULES", "Action", "Generator", "Kind", "Plan", "PlanError", "check_complete", "forward_only",
+    "COMPUTE", "SCHEDULES", "Action", "Generator", "Kind", "Plan", "PlanError", "check_complete", "dualpipe", "dualpipe_v", "forward_only",
     "gpipe", "interleaved", "interleaved_zb", "loop_placement", "looped_bfs", "make_plan", "one_f_one_b", "results",
     "v_placement", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
@@ -48,14 +50,24 @@ SCHEDULES: dict[str, Generator] = {
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zb,
     "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+    "dualpipe": dualpipe,
 }
 """Schedules by the name that `parallel.schedule` takes."""
 
 
-def make_plan(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Plan:
-    """The plan of the named schedule; raises PlanError for an unknown name or sizes it is not defined for."""
+def make_plan(
+    schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None
+) -> Plan:
+    """The plan of the named schedule; raises PlanError for an unknown name or sizes it is not defined for.
+
+    Schedules that can fit themselves to `costs` do; by default all passes cost the same.
+    """
     if schedule not in SCHEDULES:
         raise PlanError(f"unknown parallel.schedule={schedule!r}; it can be {', '.join(SCHEDULES)}")
+    if schedule in ("zb_h1", "zb_h2"):
+        generator = zb_h1 if schedule == "zb_h1" else zb_h2
+        return generator(num_ranks, num_microbatches, num_chunks, costs)
     return SCHEDULES[schedule](num_ranks, num_microbatches, num_chunks)
 
 
