@@ -26,6 +26,7 @@ from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import default_callbacks
 from megalite.train.checkpoints import ResumeError
 from megalite.train.distributed import Launch, start
+from megalite.train.pipeline_trace import PipelineTrace
 from megalite.train.run_folder import RunFolder
 from megalite.train.step import Training
 from megalite.train.trainer import NonFiniteError, Outcome, Trainer
@@ -72,6 +73,9 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
             training = build_training(config, mpu, launch.device)
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
+        if config.train.trace_pipeline:
+            trace = PipelineTrace(training.executor, mpu, folder.path / "pipeline_trace.jsonl")
+            callbacks = [*callbacks, trace]
         with _told_plainly(ResumeError, CheckpointError, NonFiniteGradient, NonFiniteError), closing(folder):
             return Trainer(config, training, callbacks, folder=folder).run()
 
