@@ -145,6 +145,12 @@ def reference(
     return losses, gradients([model])
 
 
+def micro_losses(num_microbatches: int, step: int) -> list[Tensor]:
+    """The loss of each micro-batch by the whole model."""
+    model = ToyStage(range(LAYERS), first=True, last=True, plain=True)
+    return [model(None, microbatch(k, step)).detach() for k in range(num_microbatches)]
+
+
 def freeze(stage: nn.Module, names: frozenset[str]) -> None:
     """Freezes parameters by name."""
     for name, parameter in stage.named_parameters():
