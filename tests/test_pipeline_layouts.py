@@ -194,3 +194,47 @@ def test_both_copies_of_a_bidirectional_pipeline_are_equal_bit_for_bit(
     for name in names:
         for one, other in zip(found[f"{name} owner"], found[f"{name} copy"], strict=True):
             assert torch.equal(one, other), name
+
+
+def _gradients(mpu: ParallelState, config: Config) -> dict[str, Tensor]:
+    """The gradients that this rank holds after one step."""
+    training = build_training(config, mpu, torch.device("cpu"))
+    train_step(training, 0)
+    return {
+        f"{shard_of(parameter).name} on {mpu.rank}": main_grad(parameter).clone()
+        for data_parallel in training.data_parallels.values()
+        for parameter in data_parallel.parameters
+    }
+
+
+@pytest.mark.parametrize(
+    ("chunks", "schedules"),
+    [(1, ("1f1b", "gpipe", "zb_h1", "zb_h2")), (2, ("interleaved", "looped_bfs", "interleaved_zb"))],
+)
+def test_deferring_weight_gradients_changes_no_bit(
+    chunks: int, schedules: tuple[str, ...], tokens: str, tmp_path: Path, world: World
+) -> None:
+    """Each stage sums its micro-batches in one order, and no contribution, of a tied weight least of all, is late."""
+    config = config_for("tied-llama", tokens, tmp_path, micro_batch_size=1, reduce_dtype="bf16")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    found = []
+    for schedule in schedules:
+        parallel = ParallelConfig(pp=2, vpp=chunks, schedule=schedule)
+        config = dataclasses.replace(config, parallel=parallel)
+        ranks = world.run(_gradients, config, layout=parallel, ranks=4)
+        found.append({name: grad for rank in ranks for name, grad in rank.items()})
+    for schedule, grads in zip(schedules[1:], found[1:], strict=True):
+        assert grads.keys() == found[0].keys()
+        for name, grad in grads.items():
+            assert torch.equal(grad, found[0][name]), f"{name} under {schedule}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_how_a_batch_is_split_into_microbatches_is_a_deployment_detail(
+    schedule: str, tokens: str, tmp_path: Path, world: World
+) -> None:
+    """Neither the loss nor its gradient is scaled by the number of micro-batches, nor by their tokens."""
+    config = config_for("gpt2", tokens, tmp_path)
+    layouts = [parse_layout(f"pp2:{schedule}+mbs{size}") for size in (1, 4, 16)]
+    for difference in prove_layouts(config, layouts, world, tmp_path):
+        assert difference.passed, difference.first_diff
