@@ -238,3 +238,42 @@ def test_how_a_batch_is_split_into_microbatches_is_a_deployment_detail(
     layouts = [parse_layout(f"pp2:{schedule}+mbs{size}") for size in (1, 4, 16)]
     for difference in prove_layouts(config, layouts, world, tmp_path):
         assert difference.passed, difference.first_diff
+
+
+def _stepped(mpu: ParallelState, config: Config) -> list[Tensor]:
+    """What two AdamW steps leave on this rank; the guess fails where the gradient must be clipped."""
+    training = build_training(config, mpu, torch.device("cpu"))
+    norms = [train_step(training, step).grad_norm for step in range(3)]
+    weights = [p.detach().clone() for d in training.data_parallels.values() for p in d.parameters]
+    return [torch.tensor(norms, dtype=torch.float64), *weights]
+
+
+@pytest.mark.parametrize("schedule", ["zb_h2", "zb_v"])
+@pytest.mark.parametrize("clip_grad", [1e-3, 1e3])
+def test_post_validation_changes_no_bit(
+    schedule: str, clip_grad: float, tokens: str, tmp_path: Path, world: World
+) -> None:
+    config = config_for("tied-llama" if schedule == "zb_v" else "llama", tokens, tmp_path, num_steps=3)
+    parallel = ParallelConfig(pp=2, schedule=schedule)
+    found = []
+    for early in (False, True):
+        optim = dataclasses.replace(config.optim, post_validation=early, clip_grad=clip_grad)
+        config = dataclasses.replace(config, parallel=parallel, optim=optim)
+        check(config, 4)
+        found.append(world.run(_stepped, config, layout=parallel, ranks=4))
+    for plain, early in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, early, strict=True))
+
+
+@pytest.mark.parametrize(("model", "schedule"), [("tied-llama", "zb_h2"), ("llama", "dualpipe")])
+def test_post_validation_is_refused_where_ranks_share_weights(
+    model: str, schedule: str, tokens: str, tmp_path: Path
+) -> None:
+    config = config_for(model, tokens, tmp_path)
+    config = dataclasses.replace(
+        config,
+        parallel=ParallelConfig(pp=2, schedule=schedule),
+        optim=dataclasses.replace(config.optim, post_validation=True),
+    )
+    with pytest.raises(ConfigError, match=r"optim\.post_validation=true"):
+        check(config, 2)

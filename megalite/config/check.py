@@ -178,8 +178,15 @@ def _plan(config: Config, dp: int | None) -> Plan | None:
 
 
 def _end_problems(config: Config, plan: Plan) -> list[str]:
-    """Whether tied weights at both ends of the model can be summed."""
+    """Whether tied weights at both ends of the model can be summed, and an update may come before the global norm."""
     ends = {plan.placement[0], plan.placement[plan.num_stages - 1]}
+    if config.optim.post_validation and plan.num_chains > 1:
+        return [f"optim.post_validation=true: under {plan.name} ranks share weights, and meet before the update anyway"]
+    if config.optim.post_validation and config.model.tie_embeddings and len(ends) > 1:
+        return [
+            f"optim.post_validation=true: model.tie_embeddings ties weights of pipeline ranks {sorted(ends)}, which"
+            " must meet before the update; use zb_v, which has both ends on one rank, or tie_embeddings=false"
+        ]
     if not config.model.tie_embeddings or len(ends) == 1 or ends == {0, plan.num_ranks - 1}:
         return []
     return [

@@ -19,10 +19,10 @@ NUM_STEPS = 3
 class PipelineTrace(Callback):
     """Records the compute actions of a few early steps on every rank of the first pipeline.
 
-    A row is {"step", "rank", "action", "begin", "end"}: rank is the pipeline rank, the action prints as `F2.0`, and times
-    are seconds since the first action of the step began anywhere in the pipeline. An action begins when its input is
-    there, so that waiting shows as a gap. Ranks share the wall clock: exact on one host, as good as NTP across
-    hosts. Every rank has this callback; the first rank writes.
+    A row is {"step", "rank", "action", "begin", "end"}: rank is the pipeline rank, the action prints as `F2.0`, and
+    times are seconds since the first action of the step began anywhere in the pipeline. An action begins when its
+    input is there, so that waiting shows as a gap. Ranks share the wall clock: exact on one host, as good as NTP
+    across hosts. Every rank has this callback; the first rank writes.
     """
 
     def __init__(self, executor: Executor, mpu: ParallelState, path: Path):
