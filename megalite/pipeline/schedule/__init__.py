@@ -21,8 +21,9 @@ from megalite.pipeline.plan import (
 )
 from megalite.pipeline.schedule.dualpipe import dualpipe, dualpipe_v
 from megalite.pipeline.schedule.looped import interleaved, interleaved_zb, looped_bfs
-from megalite.pipeline.schedule.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.schedule.one_chunk import gpipe, one_f_one_b
 from megalite.pipeline.schedule.sizes import check_sizes, forward
+from megalite.pipeline.schedule.zb_h import zb_h1, zb_h2
 from megalite.pipeline.schedule.zb_v import zb_v
 from megalite.pipeline.simulate import Costs
 
