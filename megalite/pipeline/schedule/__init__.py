@@ -23,6 +23,7 @@ from megalite.pipeline.schedule.dualpipe import dualpipe, dualpipe_v
 from megalite.pipeline.schedule.looped import interleaved, interleaved_zb, looped_bfs
 from megalite.pipeline.schedule.one_chunk import gpipe, one_f_one_b
 from megalite.pipeline.schedule.sizes import check_sizes, forward
+from megalite.pipeline.schedule.v_blocks import v_half, v_min
 from megalite.pipeline.schedule.zb_h import zb_h1, zb_h2
 from megalite.pipeline.schedule.zb_v import zb_v
 from megalite.pipeline.simulate import Costs
@@ -30,7 +31,7 @@ from megalite.pipeline.simulate import Costs
 __all__ = [
     "COMPUTE", "SCHEDULES", "Action", "Generator", "Kind", "Plan", "PlanError", "check_complete", "dualpipe", "dualpipe_v", "forward_only",
     "gpipe", "interleaved", "interleaved_zb", "loop_placement", "looped_bfs", "make_plan", "one_f_one_b", "results",
-    "v_placement", "zb_h1", "zb_h2", "zb_v",
+    "v_half", "v_min", "v_placement", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 
@@ -51,6 +52,8 @@ SCHEDULES: dict[str, Generator] = {
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zb,
     "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
     "dualpipe_v": dualpipe_v,
     "dualpipe": dualpipe,
 }
