@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--work", nargs="+", choices=("sleep", "matmul"), default=("sleep", "matmul"))
     parser.add_argument("--unit-ms", type=float, default=20.0, help="sleep of a rank's share of F, I and W")
-    parser.add_argument("--width", type=int, default=384, help="features of the products")
+    parser.add_argument("--width", type=int, default=768, help="features of the products")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()

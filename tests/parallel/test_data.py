@@ -377,7 +377,11 @@ def _shared(mpu: ParallelState) -> Tensor:
     owner = DataParallel([Unit("shared", [table], shared=True), Unit("other", [other])], mpu, queue=first)
     user = DataParallel([Unit("head", [whole("head", torch.zeros(2, dtype=torch.float64))])], mpu, queue=last)
     last.deferring = True
-    last.put(lambda: main_grad(table).add_(10.0**mpu.rank), [table])
+
+    def late() -> None:
+        main_grad(table).add_(10.0**mpu.rank)
+
+    last.put(late, [table])
     owner.arm()
     (table.sum() * 3 + other.sum()).backward()
     owner.complete()
