@@ -8,6 +8,7 @@ fewer activations (Qi et al., 2024, arXiv:2405.15362, "Pipeline Parallelism with
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from megalite.pipeline.plan import Action, Kind, Plan, v_placement
 from megalite.pipeline.schedule.sizes import (
@@ -21,6 +22,7 @@ from megalite.pipeline.schedule.zb_v import zb_v
 from megalite.pipeline.simulate import Costs, live_activations, simulate
 
 _PERIOD = 6
+_ROUNDS = 3
 _SLOT = Costs(forward=2, input_grad=2, weight_grad=2)  # of a rank's two chunks, so that a chunk's pass is one slot
 
 Timetable = list[dict[Action, int]]
@@ -63,9 +65,6 @@ def _repeated(
     """The block of each rank (F down, F up, I up, I down), repeated, tightened, and reordered at both ends."""
     check_sizes(name, num_ranks, num_microbatches)
     check_two_chunks(name, num_chunks)
-    if num_ranks <= 2:  # the memory of ZB-V is the same, its bubble smaller
-        plan = zb_v(num_ranks, num_microbatches)
-        return Plan(name=name, num_microbatches=num_microbatches, placement=plan.placement, actions=plan.actions)
     timetable: Timetable = []
     for rank, starts in enumerate(blocks):
         down, up = rank, 2 * num_ranks - 1 - rank
@@ -74,8 +73,7 @@ def _repeated(
             passes = forward(down, k), forward(up, k), input_grad(up, k), input_grad(down, k)
             rows.update((action, start + _PERIOD * k) for action, start in zip(passes, starts, strict=True))
         timetable.append(rows)
-    full = _Ends(name, num_ranks, num_microbatches)
-    return full.improve(timetable)
+    return _Ends(name, num_ranks, num_microbatches).improve(timetable)
 
 
 class _Ends:
@@ -85,18 +83,17 @@ class _Ends:
         self.name, self.num_ranks, self.num_microbatches = name, num_ranks, num_microbatches
 
     def improve(self, timetable: Timetable) -> Plan:
-        """The shortest plan of several rounds of moving passes forward, none of which keeps more activations."""
-        plan = self.plan(timetable)
-        cap = max(map(_peak, plan.actions))
-        best, shortest = plan, simulate(plan, _SLOT).makespan
-        for _ in range(3):
-            timetable = self.squeezed(plan)
+        """The shortest plan of some rounds of moving passes forward, none of which keeps more activations."""
+        plans = [self.plan(timetable)]
+        cap = max(map(_peak, plans[0].actions))
+        for _ in range(_ROUNDS):
+            timetable = self.squeezed(plans[-1])
             self.move_forward(timetable, cap)
-            plan = self.plan(timetable)
-            makespan = simulate(plan, _SLOT).makespan
-            if makespan < shortest:
-                best, shortest = plan, makespan
-        return best
+            plans.append(self.plan(timetable))
+        if self.num_microbatches < 2 * self.num_ranks:  # the block is never repeated often enough to pay
+            whole = zb_v(self.num_ranks, self.num_microbatches)
+            plans += [replace(whole, name=self.name)] if max(map(_peak, whole.actions)) <= cap else []
+        return min(plans, key=lambda plan: simulate(plan, _SLOT).makespan)
 
     def plan(self, timetable: Timetable) -> Plan:
         """The timetable as a plan, which keeps only its order."""
@@ -128,9 +125,9 @@ class _Ends:
             for earlier in range(self.ready(timetable, action), slot):
                 if earlier not in taken:
                     rows[action] = earlier
-                    if _peak(tuple(_with_weight_grads(rows))) > cap:
-                        rows[action] = slot
-                    break
+                    if _peak(tuple(_with_weight_grads(rows))) <= cap:
+                        break
+                    rows[action] = slot
 
     def ready(self, timetable: Timetable, action: Action) -> int:
         """The slot from which an F or I could run: after what it needs, and after the microbatch before it."""
