@@ -1,7 +1,7 @@
 """A pipeline plan as data: for each rank, the list of actions that it performs in a step.
 
-Nothing here knows of tensors or processes. Generators (`schedule`) make plans, `simulate` proves and times them, `lower`
-adds their communication, and one executor runs any of them.
+Nothing here knows of tensors or processes. Generators (`schedule`) make plans, `simulate` proves and times them,
+`lower` adds their communication, and one executor runs any of them.
 """
 
 from __future__ import annotations

@@ -222,6 +222,15 @@ class _Piece(NamedTuple):
     """Results, by number, and how long after their completion they are here."""
     results: tuple[int, ...]
 
+    def joined(self, other: _Piece) -> _Piece:
+        """This piece and `other` without a pause between them."""
+        return _Piece(
+            self.actions + other.actions,
+            self.durations + other.durations,
+            self.needs + other.needs,
+            self.results + other.results,
+        )
+
 
 class _Machine:
     """Ranks that perform their lists, each waiting for what an action needs.
@@ -245,7 +254,7 @@ class _Machine:
         for action in self.plan.compute(rank):
             piece = self.piece(rank, action)
             if fb == "atomic" and pieces and pieces[-1].actions[-1] in self.plan.pairs:
-                piece = _Piece(*(a + b for a, b in zip(pieces.pop(), piece, strict=True)))
+                piece = pieces.pop().joined(piece)
             pieces.append(piece)
         return pieces
 
@@ -313,7 +322,8 @@ class _Machine:
             if self.position[rank] < len(pieces):
                 actions = pieces[self.position[rank]].actions
                 need = self.first_missing(actions)
-                lines.append(f"rank {rank} waits before {actions[0]} for {need} of rank {self.plan.placement[need.stage]}")
+                holder = self.plan.placement[need.stage]
+                lines.append(f"rank {rank} waits before {actions[0]} for {need} of rank {holder}")
         if lines:
             raise PlanError(f"{self.plan.name} deadlocks: " + "; ".join(lines))
 

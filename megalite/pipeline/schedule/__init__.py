@@ -6,6 +6,7 @@ stage: F0.0 B0.0 F0.1 B0.1 ...
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from megalite.pipeline.plan import (
@@ -19,6 +20,7 @@ from megalite.pipeline.plan import (
     results,
     v_placement,
 )
+from megalite.pipeline.schedule.csv_file import read_csv, user_plan, write_csv
 from megalite.pipeline.schedule.dualpipe import dualpipe, dualpipe_v
 from megalite.pipeline.schedule.looped import interleaved, interleaved_zb, looped_bfs
 from megalite.pipeline.schedule.one_chunk import gpipe, one_f_one_b
@@ -29,9 +31,10 @@ from megalite.pipeline.schedule.zb_v import zb_v
 from megalite.pipeline.simulate import Costs
 
 __all__ = [
-    "COMPUTE", "SCHEDULES", "Action", "Generator", "Kind", "Plan", "PlanError", "check_complete", "dualpipe", "dualpipe_v", "forward_only",
-    "gpipe", "interleaved", "interleaved_zb", "loop_placement", "looped_bfs", "make_plan", "one_f_one_b", "results",
-    "v_half", "v_min", "v_placement", "zb_h1", "zb_h2", "zb_v",
+    "COMPUTE", "SCHEDULES", "Action", "Generator", "Kind", "Plan", "PlanError", "check_complete", "dualpipe",
+    "dualpipe_v", "forward_only", "gpipe", "interleaved", "interleaved_zb", "loop_placement", "looped_bfs",
+    "make_plan", "one_f_one_b", "read_csv", "results", "v_half", "v_min", "v_placement", "write_csv", "zb_h1", "zb_h2",
+    "zb_v",
 ]  # fmt: skip
 
 
@@ -61,18 +64,34 @@ SCHEDULES: dict[str, Generator] = {
 
 
 def make_plan(
-    schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None
+    schedule: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    *,
+    costs: Costs | None = None,
+    group_size: int | None = None,
 ) -> Plan:
-    """The plan of the named schedule; raises PlanError for an unknown name or sizes it is not defined for.
+    """The plan of the named schedule, or of `csv:FILE`; raises PlanError for what does not exist or does not fit.
 
-    Schedules that can fit themselves to `costs` do; by default all passes cost the same.
+    Schedules that can fit themselves to `costs` do (ZB-H); by default all passes cost the same. `group_size` is for
+    `interleaved` alone.
     """
-    if schedule not in SCHEDULES:
-        raise PlanError(f"unknown parallel.schedule={schedule!r}; it can be {', '.join(SCHEDULES)}")
-    if schedule in ("zb_h1", "zb_h2"):
-        generator = zb_h1 if schedule == "zb_h1" else zb_h2
-        return generator(num_ranks, num_microbatches, num_chunks, costs)
-    return SCHEDULES[schedule](num_ranks, num_microbatches, num_chunks)
+    if group_size is not None and schedule != "interleaved":
+        raise PlanError(f"{group_size=} is for the interleaved schedule, not for {schedule}")
+    sizes = num_ranks, num_microbatches, num_chunks
+    if schedule.startswith("csv:"):
+        return user_plan(Path(schedule.removeprefix("csv:")), *sizes)
+    match schedule:
+        case "zb_h1":
+            return zb_h1(*sizes, costs)
+        case "zb_h2":
+            return zb_h2(*sizes, costs)
+        case "interleaved":
+            return interleaved(*sizes, group_size)
+        case _ if schedule in SCHEDULES:
+            return SCHEDULES[schedule](*sizes)
+    raise PlanError(f"unknown parallel.schedule={schedule!r}; it can be {', '.join(SCHEDULES)} or csv:FILE")
 
 
 def forward_only(placement: tuple[int, ...], num_microbatches: int) -> Plan:
