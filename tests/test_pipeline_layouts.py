@@ -21,7 +21,9 @@ from megalite.parallel.data import main_grad
 from megalite.parallel.shard import shard_of
 from megalite.pipeline.plan import PlanError
 from megalite.pipeline.schedule import SCHEDULES, make_plan
+from megalite.pipeline.schedule.csv_file import write_csv
 from megalite.testing.layouts import prove_layouts
+from megalite.testing.trace import Entered, check_same_order, record_collectives
 from megalite.testing.world import World
 from megalite.train.build import build_training
 from megalite.train.step import train_step
@@ -277,3 +279,39 @@ def test_post_validation_is_refused_where_ranks_share_weights(
     )
     with pytest.raises(ConfigError, match=r"optim\.post_validation=true"):
         check(config, 2)
+
+
+def test_a_plan_of_ones_own(tokens: str, tmp_path: Path, world: World) -> None:
+    """A CSV file: ZB-V's, as the library writes it."""
+    file = tmp_path / "mine.csv"
+    write_csv(make_plan("zb_v", 2, 8), file)
+    config = config_for("tied-llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    layout = parse_layout(f"pp2:csv:{file}")
+    check(layout.apply(config), 2)
+    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    assert difference.passed, difference.first_diff
+    with pytest.raises(ConfigError, match="8 microbatches"):
+        check(parse_layout(f"pp2:csv:{file}+mbs4").apply(config), 2)
+    write_csv(make_plan("dualpipe", 2, 8), file)
+    with pytest.raises(ConfigError, match=r"2 chains.*can have one chain"):
+        check(layout.apply(config), 2)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check(parse_layout(f"pp2:csv:{tmp_path}/nowhere.csv").apply(config), 2)
+
+
+def _order(mpu: ParallelState, config: Config) -> list[Entered]:
+    training = build_training(config, mpu, torch.device("cpu"))
+    with record_collectives() as entered:
+        train_step(training, 0)
+    return entered
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "zb_v", "v_min", "dualpipe"])
+def test_ranks_with_several_stages_reduce_in_one_order(
+    schedule: str, tokens: str, tmp_path: Path, world: World
+) -> None:
+    parallel = ParallelConfig(pp=2, vpp=CHUNKS.get(schedule, 1), schedule=schedule, tp=2, sequence_parallel=True)
+    config = config_for("tied-llama", tokens, tmp_path, micro_batch_size=1)
+    config = dataclasses.replace(config, parallel=parallel)
+    check_same_order(dict(enumerate(world.run(_order, config, layout=parallel, ranks=8))))
