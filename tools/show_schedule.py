@@ -202,17 +202,8 @@ def _comparison(
     title = f"{arguments.pp} ranks, {arguments.num_microbatches} microbatches, FB pairs {arguments.fb}"
     caption = "memory: microbatches of a rank's whole share of the model, until their W"
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in (
-        "schedule",
-        "makespan",
-        "bubble (global)",
-        "bubble (span)",
-        "memory",
-        "peak until I",
-        "peak until W",
-    ):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    table.add_column("")
+    for column in ("schedule", "makespan", "bubble\nglobal", "bubble\nspan", "memory", "peak\nto I", "peak\nto W", ""):
+        table.add_column(column, justify="left" if column in ("schedule", "") else "right", no_wrap=True)
     for row in rows:
         bubbles = (f"{row.figures[name]:.2%}" for name in ("bubble_global", "bubble_span"))
         peaks = (str(max(row.figures[name])) for name in ("peak_until_I", "peak_until_W"))
