@@ -31,6 +31,7 @@ class GradNorm:
         for segment in segments:
             for run in owned_runs(segment, mpu):
                 total += _sum_of_squares(segment.main_grad[run])
+            total += _not_finite(segment, mpu)
         self._mine = mpu.tp.all_reduce(total.view(1))
         self._pending = mpu.pp.start_all_gather(self._mine)
 
@@ -65,6 +66,16 @@ def owned_runs(segment: Segment, mpu: ParallelState) -> Iterator[slice]:
             end = span.end
     if end > begin:
         yield slice(begin, end)
+
+
+def _not_finite(segment: Segment, mpu: ParallelState) -> Tensor:
+    """nan where a gradient that another rank counts is not finite here (its copies should agree), else 0."""
+    found = torch.zeros((), dtype=torch.float64, device=segment.param.device)
+    for span in segment.spans:
+        shard = shard_of(span.parameter)
+        if shard.tied_to is None and not shard.is_owner(mpu):
+            found += 0.0 * segment.main_grad[span.start : span.end].sum(dtype=torch.float64)
+    return found
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
