@@ -12,6 +12,8 @@ from dataclasses import dataclass
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
+BIDIRECTIONAL = ("dualpipe",)
+"""Schedules under which ranks r and pp - 1 - r of a pipeline hold the same stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,12 @@ class ParallelConfig:
     etp: int = 1
     """Tensor-parallel size inside an expert."""
     vpp: int = 1
-    """Virtual pipeline stages (model chunks) on each pipeline rank."""
+    """Virtual pipeline stages (model chunks) on each pipeline rank; schedules in a V always have 2."""
     sequence_parallel: bool = False
     """Cut the sequence over the tensor-parallel ranks between the parallel layers."""
     schedule: str = "1f1b"
-    """Pipeline schedule: 1f1b or gpipe."""
+    """Pipeline schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, zb_v, v_half, v_min,
+    dualpipe_v, dualpipe, or csv:FILE with a plan of your own."""
     zero: int = 0
     """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
     cp_mode: str = "ring"
@@ -95,8 +98,8 @@ class RankGrid:
         model = config.tp * config.cp * config.pp
         if world_size % model:
             found.append(
-                f"world size {world_size} (the ranks that torchrun starts) is not divisible by tp * cp * pp = {config.tp} * {config.cp} * {config.pp}"
-                f" = {model}; their product can be {_divisors(world_size)}"
+                f"world size {world_size} is not divisible by tp * cp * pp = {config.tp} * {config.cp} * {config.pp}"
+                f" = {model}; their product can be {_divisors(world_size)}, or start more ranks with torchrun"
             )
             return found
         stage_ranks = world_size // config.pp
@@ -175,3 +178,8 @@ class RankGrid:
         pipeline = self.members(rank, ("pp",))
         ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
         return ends if rank in ends else (rank,)
+
+    def mirror_members(self, rank: int) -> tuple[int, ...]:
+        """`rank` and the rank as far from the other end of its pipeline, in ascending order."""
+        pipeline = self.members(rank, ("pp",))
+        return tuple(sorted({rank, pipeline[-1 - pipeline.index(rank)]}))

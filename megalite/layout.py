@@ -16,7 +16,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.mpu import ParallelConfig
 
-_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?::([a-z0-9_]+))?")
+_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?::([a-z0-9_]+|csv:[^+]+))?")
 _PARTS = ("tp", "pp", "cp", "ep", "etp", "dp", "mbs", "zero", "sp", "recompute:", "offload:")
 _TAGS = {"pp": "schedule", "cp": "cp_mode"}
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.grid import ParallelConfig, RankGrid
+from megalite.grid import BIDIRECTIONAL, ParallelConfig, RankGrid
 
-__all__ = ["Axis", "ParallelConfig", "ParallelState", "RankGrid"]
+__all__ = ["BIDIRECTIONAL", "Axis", "ParallelConfig", "ParallelState", "RankGrid"]
 
 
 @dataclass
@@ -330,7 +330,8 @@ class ParallelState:
 
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed; tp_cp and tp_dp_cp
     cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the model (with cp = 1);
-    embd joins the first and the last stage; world is everyone in the layout.
+    embd joins the first and the last stage; replica joins the two ranks of a pipeline that hold the same stages under a
+    bidirectional schedule; world is everyone in the layout.
     """
 
     config: ParallelConfig
@@ -349,6 +350,7 @@ class ParallelState:
     tp_dp_cp: Axis
     tp_pp: Axis
     embd: Axis
+    replica: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)
 
     @staticmethod
@@ -356,7 +358,7 @@ class ParallelState:
         """One rank, no process group: every layer works with it, without torch.distributed."""
         config = ParallelConfig()
         last_call = LastCall()
-        axes = {name: Axis(name, last_call=last_call) for name in ("world", *_AXES, "embd")}
+        axes = {name: Axis(name, last_call=last_call) for name in ("world", *_AXES, "embd", "replica")}
         return ParallelState(config, config.grid(1), 0, **axes, last_call=last_call)
 
     @staticmethod
@@ -382,6 +384,8 @@ class ParallelState:
         axes = {"world": axis("world", range(len(layout)))}
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
+        mirrored = config.schedule in BIDIRECTIONAL
+        axes["replica"] = axis("replica", grid.mirror_members(me) if mirrored else (me,))
         return ParallelState(config, grid, me, **axes, last_call=last_call)
 
     def blocks(self, axis: Axis, size: int) -> Axis:
@@ -395,7 +399,7 @@ class ParallelState:
 
     def axes(self) -> dict[str, Axis]:
         """All axes by name."""
-        return {name: getattr(self, name) for name in ("world", *_AXES, "embd")}
+        return {name: getattr(self, name) for name in ("world", *_AXES, "embd", "replica")}
 
     def reset_stats(self) -> None:
         """Forgets what has been counted on every axis."""
@@ -403,7 +407,7 @@ class ParallelState:
             axis.stats.reset()
 
     def describe(self, ranks_per_node: int | None = None) -> list[tuple[str, int, str, str]]:
-        """Rows (axis, size, my ranks, inside a node) for the start-up table: the axes of the layout that cut anything."""
+        """Rows (axis, size, my ranks, inside a node) for the start-up table, of what is cut."""
         rows = []
         experts = ("ep", "etp", "edp") if self.config.ep * self.config.etp > 1 else ()
         for name in ("world", "tp", "cp", "dp", "pp", *experts):

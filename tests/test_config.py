@@ -261,9 +261,8 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         "data.seq_len=100 is not divisible by parallel.tp=8 under sequence_parallel;"
         " the nearest seq_len are 96 and 104",
         "num_layers=1 is too few for 4 pipeline stages",
-        "parallel.schedule='1f1' is not known or not built yet; did you mean 1f1b?",
+        "parallel.schedule='1f1' is not known; did you mean 1f1b?",
         "parallel.zero=1",
-        "parallel.vpp=2",
         "train.precision=fp16",
         "train.global_batch_size=30 is not divisible by micro_batch_size * dp = 2 * 2 = 4;"
         " the nearest global batches are 28 and 32, or micro_batch_size can be 1, 3, 5, 15",

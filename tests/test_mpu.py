@@ -107,6 +107,7 @@ def test_sixteen_ranks_by_hand() -> None:
     assert grid.groups(("pp",)) == [(i, i + 4, i + 8, i + 12) for i in range(4)]
     assert grid.groups(("tp", "pp"))[0] == (0, 1, 4, 5, 8, 9, 12, 13)
     assert grid.embedding_members(1) == (1, 13) and grid.embedding_members(5) == (5,)
+    assert [grid.mirror_members(rank) for rank in (1, 5, 9, 13)] == [(1, 13), (5, 9), (5, 9), (1, 13)]
 
 
 @pytest.mark.parametrize("order", ["-".join(order) for order in itertools.permutations(ORDER_NAMES)])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megalite.pipeline.schedule import make_plan
 from tests.tiny import VOCAB
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,27 @@ def test_four_ranks_give_the_losses_of_one(config: Path, tmp_path: Path) -> None
     assert one[-1]["tokens"] == 8 * 8 * 32
     validation = [(tmp_path / name / "validation.jsonl").read_text().splitlines() for name in ("x1", "x4")]
     assert [len(rows) for rows in validation] == [2, 2]
+
+
+def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: Path) -> None:
+    """The checkpoint of a V placement resumes, and the trace holds each action of the plan once, in its order."""
+    layout = ("--parallel.pp", "2", "--parallel.schedule", "zb_v", "--train.trace-pipeline")
+    assert _run(1, config, tmp_path / "x1").returncode == 0
+    for options in (("--train.num-steps", "4"), ("--train.resume", "auto")):
+        done = _run(2, config, tmp_path / "x2", *layout, *options)
+        assert done.returncode == 0, done.stderr
+    one, two = _rows(tmp_path / "x1"), _rows(tmp_path / "x2")
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-5
+    events = [json.loads(line) for line in (tmp_path / "x2" / "pipeline_trace.jsonl").read_text().splitlines()]
+    assert {event["step"] for event in events} == {6, 7, 8}
+    plan = make_plan("zb_v", 2, 4)
+    for step in (6, 7, 8):
+        for rank in range(2):
+            mine = [event for event in events if (event["step"], event["rank"]) == (step, rank)]
+            assert [event["action"] for event in mine] == [str(action) for action in plan.compute(rank)]
+            times = [time for event in mine for time in (event["begin"], event["end"])]
+            assert times == sorted(times)
+        assert min(event["begin"] for event in events if event["step"] == step) == 0.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

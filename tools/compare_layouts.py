@@ -25,7 +25,8 @@ from megalite.testing.world import World
 
 DEFAULT_LAYOUTS = (
     "tp2+mbs4", "tp4+mbs1", "tp2+sp+mbs4", "pp2+mbs4", "pp4+mbs1", "pp2:gpipe", "dp2+mbs4", "dp4+mbs1",
-    "tp2+pp2+mbs4", "tp2+dp2+recompute:full", "pp2+dp2+mbs1", "tp2+pp2+dp2", "tp2+sp+pp2+dp2+mbs1",
+    "pp2v2:interleaved", "pp4:zb_h1", "pp2:zb_v+mbs1", "pp4:dualpipe", "tp2+pp2+mbs4", "tp2+dp2+recompute:full",
+    "tp2+pp2+dp2", "tp2+sp+pp2+dp2+mbs1",
 )  # fmt: skip
 
 _PLAIN_WIDTH = 120

@@ -9,11 +9,13 @@ from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
-from megalite.mpu import RankGrid
+from megalite.mpu import BIDIRECTIONAL, RankGrid
 from megalite.nn.config import ModelConfig
+from megalite.pipeline.lower import lower
 from megalite.pipeline.partition import partition
-
-SCHEDULES = ("1f1b", "gpipe")
+from megalite.pipeline.plan import Plan, PlanError
+from megalite.pipeline.schedule import SCHEDULES
+from megalite.train.build import plan_of
 
 
 def check(config: Config, world_size: int) -> None:
@@ -27,7 +29,7 @@ def check(config: Config, world_size: int) -> None:
             *_not_built(config),
             *_model_problems(config.model),
             *_cut_problems(config),
-            *_stage_problems(config),
+            *_pipeline_problems(config, dp),
             *_kernel_problems(config),
             *config.train.problems(dp),
             *data_problems(config.data),
@@ -54,16 +56,12 @@ def _type_problems(config: Config) -> list[str]:
 def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
     parallel = config.parallel
-    reserved = {"cp": "context", "ep": "expert", "etp": "expert-tensor", "vpp": "virtual pipeline"}
+    reserved = {"cp": "context", "ep": "expert", "etp": "expert-tensor"}
     found = [
         f"parallel.{name}={getattr(parallel, name)}: {kind} parallelism is not built yet; use 1"
         for name, kind in reserved.items()
         if getattr(parallel, name) > 1
     ]
-    if parallel.schedule not in SCHEDULES:
-        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
-        found.append(f"parallel.schedule={parallel.schedule!r} is not known or not built yet; {hint}")
     if parallel.zero != 0:
         found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
@@ -150,19 +148,73 @@ def _cut_problems(config: Config) -> list[str]:
     return found
 
 
-def _stage_problems(config: Config) -> list[str]:
-    """Whether the layers fill the pipeline stages; the executor's own split decides."""
+def _pipeline_problems(config: Config, dp: int | None) -> list[str]:
+    """Whether the schedule has a plan for these sizes that can be executed, and the layers fill its stages."""
     parallel = config.parallel
-    layers, stages = config.model.num_layers, parallel.pp * parallel.vpp
-    if layers < 1 or stages < 1:
+    if config.model.num_layers < 1 or min(parallel.pp, parallel.vpp) < 1:
         return []  # reported already
+    found: list[str] = []
+    plan = None
+    try:
+        plan = _plan(config, dp)
+    except (PlanError, OSError) as error:
+        found.append(str(error))
     try:
         partition(
-            layers, stages, layer_cost=1, embedding_cost=0, head_cost=0, layers_per_stage=parallel.layers_per_stage
+            config.model.num_layers,
+            plan.num_stages if plan is not None else parallel.pp * parallel.vpp,
+            layer_cost=1,
+            embedding_cost=0,
+            head_cost=0,
+            layers_per_stage=parallel.layers_per_stage,
         )
     except ValueError as error:
-        return [str(error)]
-    return []
+        found.append(str(error))
+    return found + (_end_problems(config, plan) if plan is not None else [])
+
+
+def _plan(config: Config, dp: int | None) -> Plan | None:
+    """The plan of a step, lowered and so proved; None when its sizes are not known. Raises PlanError without one."""
+    parallel, train = config.parallel, config.train
+    if parallel.schedule not in SCHEDULES and not parallel.schedule.startswith("csv:"):
+        close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)} and csv:FILE"
+        raise PlanError(f"parallel.schedule={parallel.schedule!r} is not known; {hint}")
+    if dp is None or train.micro_batch_size < 1:
+        return None
+    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    if num_microbatches < 1 or rest:
+        return None
+    try:
+        return lower(plan_of(parallel, num_microbatches))
+    except PlanError as error:
+        raise PlanError(
+            f"parallel.schedule={parallel.schedule} has no plan for parallel.pp={parallel.pp}, vpp={parallel.vpp} and"
+            f" {num_microbatches} micro-batches (global_batch_size / (micro_batch_size * dp)): {error}"
+        ) from error
+
+
+def _end_problems(config: Config, plan: Plan) -> list[str]:
+    """Whether tied weights at both ends of the model can be summed, and an update may come before the global norm."""
+    ends = {plan.placement[0], plan.placement[plan.num_stages - 1]}
+    if plan.num_chains > 1 and config.parallel.schedule not in BIDIRECTIONAL:
+        return [
+            f"{plan.name} has {plan.num_chains} chains, copies of the model on several ranks, whose gradients only"
+            f" parallel.schedule={BIDIRECTIONAL[0]} sums; a plan of your own can have one chain"
+        ]
+    if config.optim.post_validation and plan.num_chains > 1:
+        return [f"optim.post_validation=true: under {plan.name} ranks share weights, and meet before the update anyway"]
+    if config.optim.post_validation and config.model.tie_embeddings and len(ends) > 1:
+        return [
+            f"optim.post_validation=true: model.tie_embeddings ties weights of pipeline ranks {sorted(ends)}, which"
+            " must meet before the update; use zb_v, which has both ends on one rank, or tie_embeddings=false"
+        ]
+    if not config.model.tie_embeddings or len(ends) == 1 or ends == {0, plan.num_ranks - 1}:
+        return []
+    return [
+        f"parallel.schedule={config.parallel.schedule} places the first and the last stage on pipeline ranks"
+        f" {sorted(ends)}; model.tie_embeddings needs both on one rank, or on the first and the last"
+    ]
 
 
 def _kernel_problems(config: Config) -> list[str]:

@@ -117,6 +117,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.layer_cls(config, mpu, i, kernels) for i in stage.layers})
         self.final_norm = self.norm_cls(config, mpu) if stage.is_last else None
         self.head = self._head() if stage.is_last else None
+        self._holds_both_ends = False
         share_queue(self, self.queue)
 
     def _embedding(self) -> VocabParallelEmbedding:
@@ -137,6 +138,15 @@ class Transformer(nn.Module):
             shard = shard_of(head.weight)
             set_shard(head.weight, Shard(shard.name, shard.shape, shard.cuts, tied_to="embedding.weight"))
         return head
+
+    def tie_to(self, first: Transformer) -> None:
+        """Makes the weight of this stage's head the embedding of `first`, a stage on the same rank, for good.
+
+        Its gradient, its norm and its place in checkpoints are the business of `first` alone.
+        """
+        assert self.head is not None and first.embedding is not None and self is not first
+        self.head.weight = first.embedding.weight
+        self._holds_both_ends = first._holds_both_ends = True
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -200,13 +210,9 @@ class Transformer(nn.Module):
             label_smoothing=config.label_smoothing, z_loss=config.z_loss,
         )  # fmt: skip
 
-    def num_owned_parameters(self) -> int:
-        """Elements of the global model that this rank owns; summed over tp and pp, the size of the model."""
-        return sum(p.numel() for p in self.parameters() if shard_of(p).is_owner(self.mpu))
-
     def units(self) -> list[Unit]:
         """What is reduced and, later, sharded together: embedding, each layer, head; a tied weight alone."""
-        tied = [p for p in self._shared_weights() if self.config.tie_embeddings]
+        tied = self._tied_weights()
         first = [module for module in (self.embedding, self.positions) if module is not None]
         last = [module for module in (self.final_norm, self.head) if module is not None]
         groups: list[tuple[str, Sequence[nn.Module]]] = [("embedding", first)]
@@ -218,9 +224,10 @@ class Transformer(nn.Module):
             taken.update(parameters)
             if parameters:
                 units.append(Unit(name, parameters))
-        return [Unit("tied", tied, tied=True), *units] if tied else units
+        if not tied or (self._holds_both_ends and self.embedding is None):
+            return units
+        return [Unit("tied", tied, tied=not self._holds_both_ends, shared=self._holds_both_ends), *units]
 
-    def _shared_weights(self) -> list[nn.Parameter]:
-        if self.embedding is not None:
-            return [self.embedding.weight]
-        return [self.head.weight] if self.head is not None else []
+    def _tied_weights(self) -> list[nn.Parameter]:
+        ends = [end.weight for end in (self.embedding, self.head) if end is not None]
+        return ends[:1] if self.config.tie_embeddings else []

@@ -43,6 +43,10 @@ class OptimConfig:
     """Largest global gradient norm; a larger gradient is scaled down to it. 0 turns clipping off."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A gradient with a nan or an infinity ends the run, or its step is left out; every rank does the same."""
+    post_validation: bool = False
+    """Update the weights of a pipeline rank as soon as its own gradients are there, before the global norm is known;
+    an update that clipping or a non-finite value forbids is undone and done again. The result is the same, bit for bit.
+    Costs a copy of weights and optimizer state."""
     offload: str = "none"
     """Where the optimizer state lives; only none (with the parameters) so far."""
 

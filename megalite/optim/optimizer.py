@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.mpu import ParallelState
-from megalite.optim.clip import clip_coefficient, grad_norm
+from megalite.optim.clip import GradNorm, clip_coefficient
 from megalite.optim.config import OptimConfig
 from megalite.optim.rules import update_rule
 from megalite.parallel.data import DataParallel, Segment, main_grad
@@ -47,6 +47,25 @@ class _SegmentState:
         return self.master is not self.segment.param
 
 
+class _Copies:
+    """Copies of tensors, in memory that is kept from step to step."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the values of `tensors`."""
+        if not self._memory:
+            self._memory = [torch.empty_like(tensor) for tensor in tensors]
+        for copy, tensor in zip(self._memory, tensors, strict=True):
+            copy.copy_(tensor)
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Gives `tensors` the values back."""
+        for copy, tensor in zip(self._memory, tensors, strict=True):
+            tensor.copy_(copy)
+
+
 class Optimizer:
     """Updates the parameters of all stages on this rank from their main gradients.
 
@@ -59,6 +78,7 @@ class Optimizer:
         self.config, self.data_parallels, self.mpu = config, tuple(data_parallels), mpu
         self.steps = 0
         self._rule = update_rule(config)
+        self._copies = _Copies()
         self._states = [self._fresh(segment) for dp in self.data_parallels for segment in dp.segments]
 
     def _fresh(self, segment: Segment) -> _SegmentState:
@@ -73,16 +93,50 @@ class Optimizer:
         When the gradient is not finite, parameters, moments and `steps` stay as they are on every rank, and the
         result says so or NonFiniteGradient is raised, as configured.
         """
-        norm = float(grad_norm(self.data_parallels, self.mpu))
+        norm = GradNorm(self.data_parallels, self.mpu)
+        if self.config.post_validation and self._leaves_as_it_is(float(norm.of_rank)):
+            return self._update_then_validate(norm, lr)
+        return self._update_by(float(norm.wait()), lr)
+
+    def _leaves_as_it_is(self, norm: float) -> bool:
+        """Whether a gradient of this norm is neither clipped nor refused."""
+        return math.isfinite(norm) and clip_coefficient(norm, self.config.clip_grad) == 1.0
+
+    def _update_by(self, norm: float, lr: float) -> StepResult:
+        """The update for a gradient of the given global norm."""
         if not math.isfinite(norm):
             if self.config.nonfinite == "stop":
                 raise NonFiniteGradient(self._where_not_finite())
             return StepResult(norm, skipped=True)
-        scale = clip_coefficient(norm, self.config.clip_grad)
+        self._update_all(clip_coefficient(norm, self.config.clip_grad), lr)
+        return StepResult(norm)
+
+    def _update_then_validate(self, norm: GradNorm, lr: float) -> StepResult:
+        """The update in the hope that the global norm will demand nothing else (Qi et al., 2023, section 4).
+
+        Weights and moments come back from copies when it does: an inverted update would not give the same bits.
+        """
+        self._copies.keep(self._state_memory())
+        self._update_all(1.0, lr)
+        total = float(norm.wait())
+        if self._leaves_as_it_is(total):
+            return StepResult(total)
+        self._copies.restore(self._state_memory())
+        self.steps -= 1
+        return self._update_by(total, lr)
+
+    def _state_memory(self) -> list[Tensor]:
+        """All tensors that an update changes."""
+        return [
+            tensor
+            for state in self._states
+            for tensor in (state.master, *state.moments.values(), *((state.segment.param,) if state.has_master else ()))
+        ]
+
+    def _update_all(self, scale: float, lr: float) -> None:
         self.steps += 1
         for state in self._states:
             self._update(state, scale, lr)
-        return StepResult(norm)
 
     def _update(self, state: _SegmentState, scale: float, lr: float) -> None:
         segment = state.segment

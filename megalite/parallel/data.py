@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,13 @@ class Unit:
     """Parameters that are reduced together, in the order of the forward pass.
 
     tied: a copy lives in a unit of the same shape on the other end of the pipeline; gradients are summed over both.
+    shared: other stages on this rank use the parameters as well, so that the unit is complete at `finish` only.
     """
 
     name: str
     parameters: Sequence[nn.Parameter]
     tied: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class _UnitState:
 
     @property
     def is_complete(self) -> bool:
-        return not self.missing and not self.works.total()
+        return not self.unit.shared and not self.missing and not self.works.total()
 
 
 class _Phase(Enum):
@@ -111,7 +114,10 @@ class DataParallel:
     A step: `zero_grad`, backward passes, `arm` before the last one, `finish`. A parameter has its last contribution
     when the autograd engine is done with it and no deferred work for it waits in `queue`; one that takes no part in
     the pass delays its unit, and those after it, to `complete` or `finish`, as zero. Units start in reverse order on
-    every rank, so that the all-reduces of all ranks pair up.
+    every rank, so that the all-reduces of all ranks pair up; shared ones must come first in `units`, and start last.
+
+    A bidirectional pipeline holds each stage twice, on the two ranks of `mpu.replica`: `finish` sums over both, so
+    that ranks must finish their stages in model order.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class DataParallel:
     ):
         self.units, self.mpu, self.queue, self.reduce_dtype = tuple(units), mpu, queue, reduce_dtype
         _check_units(self.units)
+        assert all(a.shared or not b.shared for a, b in pairwise(self.units)), "shared units must come first"
         self._states = [_adopt(unit) for unit in reversed(self.units)]
         self._state_of = {p: state for state in self._states for p in state.learning}
         self._next = 0
@@ -171,14 +178,15 @@ class DataParallel:
         `finish` does it too. With several stages on a rank, calling it right after the pass makes the order of
         all-reduces independent of which parameters took part on which rank.
         """
-        while self._next < len(self._states):
+        while self._next < len(self._states) and not self._states[self._next].unit.shared:
             self._start(self._states[self._next])
 
     def finish(self) -> None:
         """Waits until every gradient is the sum over all ranks that contribute to it."""
         assert self._phase is not _Phase.REDUCED, "finish() twice in a step would sum gradients twice"
         assert self.queue.num_waiting == 0, f"finish() with {self.queue.num_waiting} weight gradients not yet computed"
-        self.complete()
+        while self._next < len(self._states):
+            self._start(self._states[self._next])
         for state in self._states:
             self._wait(state)
         for axis, grads in self._partial:
@@ -187,6 +195,9 @@ class DataParallel:
             if state.unit.tied:
                 for bucket in state.buckets:
                     self.mpu.embd.all_reduce(bucket.grad)
+        mirrored = [self.mpu.replica.start_all_reduce(b.grad) for state in self._states for b in state.buckets]
+        for pending in mirrored:
+            pending.wait()
         self._phase = _Phase.REDUCED
 
     def _after_autograd(self, parameter: nn.Parameter) -> None:
@@ -255,7 +266,9 @@ def _check_units(units: Sequence[Unit]) -> None:
             assert other == unit.name, f"{shard.name} is in two units: {other} and {unit.name}"
             assert not parameter.is_meta, f"{shard.name} has no memory yet; materialize the module first"
             assert shard.group == "dense", f"{shard.name}: expert parameters are summed over another axis"
-            assert unit.tied or shard.tied_to is None, f"{shard.name} is a tied copy: unit {unit.name} must be tied"
+            assert unit.tied or shard.tied_to in (None, shard.name), (
+                f"{shard.name} is a tied copy: unit {unit.name} must be tied"
+            )
 
 
 def _adopt(unit: Unit) -> _UnitState:

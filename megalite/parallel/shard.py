@@ -35,7 +35,7 @@ class Shard:
     name: layout-free global name. shape: global shape. cuts: how it is cut (a dim not named is whole here).
     partial: axes over which its gradient is a partial sum; after summing, the first rank of each owns it.
     group: which ranks share it, dense (dp x cp) or expert (edp). tied_to: the name of the parameter that this one
-    is a copy of (on another stage). decay: whether weight decay applies.
+    is a copy of (on another stage; its own name when the whole stage is a copy). decay: whether weight decay applies.
     """
 
     name: str
@@ -117,6 +117,13 @@ def name_parameters(module: nn.Module, prefix: str = "") -> None:
             set_shard(parameter, Shard(name, tuple(parameter.shape), decay=parameter.dim() > 1))
         else:
             set_shard(parameter, replace(shard_of(parameter), name=name))
+
+
+def mark_copies(module: nn.Module) -> None:
+    """Says of every parameter that it is a copy of the one with the same name on another rank, which owns it."""
+    for parameter in module.parameters():
+        shard = shard_of(parameter)
+        set_shard(parameter, replace(shard, tied_to=shard.tied_to or shard.name))
 
 
 def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -17,11 +17,13 @@ from megalite.batch import MicroBatch
 from megalite.mpu import Axis, ParallelState
 from megalite.pipeline.lower import lower, peer_of
 from megalite.pipeline.p2p import Mailbox
-from megalite.pipeline.schedule import Action, Kind, Plan, PlanError, forward_only
+from megalite.pipeline.plan import Action, Kind, Plan, PlanError
+from megalite.pipeline.schedule import forward_only
 from megalite.pipeline.stage import Reducer, Stage
 
 Trace = Callable[[Action, float, float], None]
-"""Receives each action with the host times (seconds, `time.perf_counter`) of its beginning and its end."""
+"""Receives each action with the times (seconds, `time.perf_counter`) of its beginning, when its input was there, and
+of its end."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
@@ -53,14 +55,19 @@ class _Step:
     """Activations between a forward and its backward (B or I)."""
     deferred: set[Key] = field(default_factory=set)
     """Between I and W."""
+    armed: int | None = None
+    """The stage whose next B or W is its last."""
+    began: float = 0.0
+    """When the action under way began to compute (traced runs only)."""
 
 
 class Executor:
     """Runs `plan` on this rank's `stages`, by stage number; their gradients are reduced by `reducers`.
 
-    Every rank of the layout constructs it with the same plan, which is compared. `trace` is called after each
-    action. `peak_activations` and `peak_until_weight_grad` hold the most (stage, microbatch) activations that were
-    alive at a time in the last run, until their B or I, and until their B or W.
+    Every rank of the layout constructs it with the same plan, which is compared. `trace`, which may be set at any time
+    between runs, is called after each action; on CUDA each action is then waited for, which costs some overlap.
+    `peak_activations` and `peak_until_weight_grad` hold the most (stage, microbatch) activations that were alive at a
+    time in the last run, until their B or I, and until their B or W.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class Executor:
         agree(self._plan, mpu.world)
         self._evaluations: dict[int, Plan] = {}
         self._stages, self._reducers = dict(stages), dict(reducers)
-        self._axis, self._device, self._trace = mpu.pp, device, trace
+        self._axis, self._device, self.trace = mpu.pp, device, trace
         self._mailbox = Mailbox(mpu.pp)
         self._mailbox.warm_up((a, b) for a, b in pairwise(plan.placement) if a != b)
         hidden_dtype = next(iter(stages.values())).hidden_dtype
@@ -106,13 +113,13 @@ class Executor:
         float32, of this rank's pipeline alone; zero on ranks without the last stage.
         """
         assert not self._plan.forward_only, f"{self._plan.name} has no backward"
-        if len(microbatches) != self._plan.num_microbatches:
-            raise PlanError(
-                f"{len(microbatches)} microbatches for {self._plan.name}, planned for {self._plan.num_microbatches}"
-            )
+        plan = self._plan
+        if len(microbatches) != plan.num_microbatches:
+            raise PlanError(f"{len(microbatches)} microbatches for {plan.name}, planned for {plan.num_microbatches}")
         step = self._begin(microbatches, grad_scale, training=True)
-        self._execute(self._plan, step)
-        for stage in sorted(self._reducers):
+        self._execute(plan, step)
+        # Ranks that share a stage, by ties or in a bidirectional pipeline, meet in the order of the model.
+        for stage in sorted(self._reducers, key=plan.model_stage):
             self._reducers[stage].finish()
         return step.loss
 
@@ -125,7 +132,7 @@ class Executor:
 
     def _evaluation(self, num_microbatches: int) -> Plan:
         if num_microbatches not in self._evaluations:
-            plan = lower(forward_only(self._plan.placement, num_microbatches))
+            plan = lower(forward_only(self._plan.placement[: self._plan.num_stages], num_microbatches))
             agree(plan, self._axis)
             self._evaluations[num_microbatches] = plan
         return self._evaluations[num_microbatches]
@@ -143,19 +150,30 @@ class Executor:
     def _execute(self, plan: Plan, step: _Step) -> None:
         """Runs this rank's actions; nothing is left over at the end."""
         for action in plan.actions[self._axis.rank]:
-            begin = time.perf_counter() if self._trace is not None else 0.0
+            self._input_is_there(step)
             try:
                 self._handlers[action.kind](step, action)
             except Exception as error:
                 error.add_note(f"in action {action} of {plan.name} on pipeline rank {self._axis.rank}")
                 raise
-            if self._trace is not None:
-                self._trace(action, begin, time.perf_counter())
+            if self.trace is not None:
+                self.trace(action, step.began, self._now())
         self._mailbox.drain()
         left = [*step.inputs, *step.output_grads, *step.outgoing, *step.live, *step.deferred]
         assert not left, f"left over at the end of {plan.name}: {left}"
         for number, stage in self._stages.items():
             assert not stage.queue.num_waiting, f"stage {number}: {stage.queue.num_waiting} weight gradients not run"
+
+    def _now(self) -> float:
+        """The time when all work so far is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _input_is_there(self, step: _Step) -> None:
+        """A trace counts the wait for a message as idle time, not as work."""
+        if self.trace is not None:
+            step.began = self._now()
 
     def _forward(self, step: _Step, action: Action) -> None:
         _, number, microbatch = action
@@ -174,6 +192,11 @@ class Executor:
             step.outgoing[action._replace(kind=Kind.SEND_ACT)] = _take_memory(output)
 
     def _backward(self, step: _Step, action: Action) -> None:
+        self._differentiate(step, action)
+        self._complete(step, action)
+
+    def _differentiate(self, step: _Step, action: Action) -> None:
+        """The backward pass of a B or I, as far as the stage's queue does not defer it."""
         _, number, microbatch = action
         activation = step.live.pop((number, microbatch))
         grad = self._output_grad(step, action, activation.output)
@@ -195,7 +218,7 @@ class Executor:
         queue = self._stages[action.stage].queue
         queue.deferring, queue.microbatch = True, action.microbatch
         try:
-            self._backward(step, action)
+            self._differentiate(step, action)
         finally:
             queue.deferring = False
         step.deferred.add((action.stage, action.microbatch))
@@ -203,6 +226,7 @@ class Executor:
     def _weight_grad(self, step: _Step, action: Action) -> None:
         self._stages[action.stage].queue.drain(action.microbatch)
         step.deferred.remove((action.stage, action.microbatch))
+        self._complete(step, action)
 
     def _send(self, step: _Step, action: Action) -> None:
         # A view into larger memory would be sent right, but would keep that memory; a strided one could not be sent.
@@ -217,6 +241,13 @@ class Executor:
     def _reduce(self, step: _Step, action: Action) -> None:
         if action.stage in self._reducers:
             self._reducers[action.stage].arm()
+            step.armed = action.stage
+
+    def _complete(self, step: _Step, action: Action) -> None:
+        """After the last pass of a stage its reductions start, before those of any other stage of this rank do."""
+        if step.armed == action.stage:
+            self._reducers[action.stage].complete()
+            step.armed = None
 
     def _input(self, step: _Step, action: Action) -> Tensor | None:
         """The input of a forward: a leaf of the stage's graph."""
@@ -225,7 +256,9 @@ class Executor:
             return None
         if previous in self._stages:
             return step.inputs.pop((action.stage, action.microbatch))
-        return self._mailbox.take(action._replace(kind=Kind.RECV_ACT)).requires_grad_(step.training)
+        message = self._mailbox.take(action._replace(kind=Kind.RECV_ACT))
+        self._input_is_there(step)
+        return message.requires_grad_(step.training)
 
     def _output_grad(self, step: _Step, action: Action, output: Tensor) -> Tensor:
         """The gradient with which a backward starts."""
@@ -234,7 +267,9 @@ class Executor:
             return step.grad_scale.to(output.dtype)
         if following in self._stages:
             return step.output_grads.pop((action.stage, action.microbatch))
-        return self._mailbox.take(action._replace(kind=Kind.RECV_GRAD))
+        message = self._mailbox.take(action._replace(kind=Kind.RECV_GRAD))
+        self._input_is_there(step)
+        return message
 
 
 def _take_memory(output: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.mpu import Axis, Pending
-from megalite.pipeline.schedule import Action
+from megalite.pipeline.plan import Action
 
 
 class Mailbox:

@@ -43,6 +43,10 @@ class Reducer(Protocol):
         """Called before the stage's last backward (or weight-gradient) pass: reductions may start as it completes."""
         ...
 
+    def complete(self) -> None:
+        """Called after that pass: reductions that only this stage contributes to have started when it returns."""
+        ...
+
     def finish(self) -> None:
         """Called at the end of the plan: returns when the stage's gradients are reduced."""
         ...

@@ -20,10 +20,11 @@ from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel
 from megalite.parallel.random import initialize
-from megalite.parallel.shard import materialize
+from megalite.parallel.shard import mark_copies, materialize
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.partition import partition
-from megalite.pipeline.schedule import Plan, make_plan
+from megalite.pipeline.plan import Plan
+from megalite.pipeline.schedule import make_plan
 from megalite.train.config import TrainConfig
 from megalite.train.step import Training
 
@@ -62,24 +63,51 @@ class Sections(Protocol):
         ...
 
 
-def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
-    """The global layers of every stage, balanced by matmul cost with the embedding and the head counted."""
+def plan_of(parallel: ParallelConfig, num_microbatches: int) -> Plan:
+    """The plan that `parallel.schedule` means; raises PlanError with the reason when there is none that runs."""
+    return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp)
+
+
+def stage_layers(model: ModelConfig, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> list[range]:
+    """The global layers of every stage of the model.
+
+    Balanced by matmul cost, with the embedding and the head counted, unless `layers_per_stage` says otherwise.
+    """
     query, key_value = model.num_heads * model.head_size, model.kv_heads * model.head_size
     matrices = 2 if model.name == "gpt2" else 3
     layer = model.hidden_size * (2 * query + 2 * key_value + matrices * model.ffn_size)
     return partition(
         model.num_layers,
-        parallel.pp * parallel.vpp,
+        num_stages,
         layer_cost=float(layer),
         embedding_cost=float(model.hidden_size),  # a look-up: next to nothing
         head_cost=float(model.hidden_size * model.vocab_size),
-        layers_per_stage=parallel.layers_per_stage,
+        layers_per_stage=layers_per_stage,
     )
 
 
-def build_stage(config: Sections, mpu: ParallelState, index: int, layers: range, device: torch.device) -> Transformer:
-    """Stage `index`, built on the meta device and given memory and values shard by shard."""
-    spec = StageSpec(index, config.parallel.pp * config.parallel.vpp, layers)
+def build_stages(config: Sections, mpu: ParallelState, plan: Plan, device: torch.device) -> dict[int, Transformer]:
+    """This rank's stages, by their numbers in `plan`.
+
+    Stages of the plan's second chain are copies: the rank that holds the original counts and saves their parameters.
+    Tied weights are one parameter where both ends of the model lie on one rank.
+    """
+    layers = stage_layers(config.model, plan.num_stages, config.parallel.layers_per_stage)
+    stages: dict[int, Transformer] = {}
+    for number in plan.stages_of(mpu.pp.rank):
+        index = plan.model_stage(number)
+        stages[number] = build_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
+        if number != index:
+            mark_copies(stages[number])
+    first = next((stage for stage in stages.values() if stage.stage.is_first), None)
+    last = next((stage for stage in stages.values() if stage.stage.is_last), None)
+    if config.model.tie_embeddings and first is not None and last is not None and first is not last:
+        last.tie_to(first)
+    return stages
+
+
+def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: torch.device) -> Transformer:
+    """A stage, built on the meta device and given memory and values shard by shard."""
     with torch.device("meta"):
         stage = MODELS[config.model.name](
             config.model, mpu, spec, kernels=config.kernels, recompute=config.train.recompute, seed=config.train.seed
@@ -104,9 +132,8 @@ def build_training(
     """
     datasets = datasets if datasets is not None else _datasets(config)
     batches = _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train)
-    plan = _plan(config, batches.num_microbatches)
-    layers = stage_layers(config.model, config.parallel)
-    stages = {i: build_stage(config, mpu, i, layers[i], device) for i in plan.stages_of(mpu.pp.rank)}
+    plan = plan_of(config.parallel, batches.num_microbatches)
+    stages = build_stages(config, mpu, plan, device)
     data_parallels = {
         i: DataParallel(stage.units(), mpu, queue=stage.queue, reduce_dtype=_reduce_dtype(config.train))
         for i, stage in stages.items()
@@ -140,11 +167,6 @@ def _datasets(config: Sections) -> Datasets:
 
 def _reduce_dtype(train: TrainConfig) -> torch.dtype | None:
     return torch.bfloat16 if train.reduce_dtype == "bf16" else None
-
-
-def _plan(config: Sections, num_microbatches: int) -> Plan:
-    parallel = config.parallel
-    return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp)
 
 
 def _batches(config: Sections, mpu: ParallelState, dataset: SampleSource) -> GlobalBatches:

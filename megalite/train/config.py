@@ -49,6 +49,9 @@ class TrainConfig:
     0 is off."""
     profile_steps: tuple[int, int] | None = None
     """First and last step of a profiler trace, written into the run folder."""
+    trace_pipeline: bool = False
+    """Write what each pipeline action took in steps 2 to 4 into pipeline_trace.jsonl of the run folder
+    (show_schedule.py --measured draws it)."""
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device in this precision, for MFU; looked up by name for GPUs that are known."""
     tensorboard: bool = True

@@ -21,10 +21,12 @@ from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import NonFiniteGradient
+from megalite.parallel.shard import shard_of
 from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import default_callbacks
 from megalite.train.checkpoints import ResumeError
 from megalite.train.distributed import Launch, start
+from megalite.train.pipeline_trace import PipelineTrace
 from megalite.train.run_folder import RunFolder, RunFolderError
 from megalite.train.step import Training
 from megalite.train.trainer import NonFiniteError, Outcome, RunError, Trainer
@@ -75,6 +77,9 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
             check_agreement(config, training)
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
+        if config.train.trace_pipeline:
+            trace = PipelineTrace(training.executor, mpu, folder.path / "pipeline_trace.jsonl")
+            callbacks = [*callbacks, trace]
         with _told_plainly(*_MENDABLE), closing(folder):
             return Trainer(config, training, callbacks, folder=folder).run()
 
@@ -123,7 +128,12 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
 def _report(config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console) -> None:
     """What rank 0 says before the first step: the model, the data, the layout and the kernels."""
     mpu = training.mpu
-    owned = sum(stage.num_owned_parameters() for stage in training.stages.values())
+    owned = sum(
+        parameter.numel()
+        for data_parallel in training.data_parallels.values()
+        for parameter in data_parallel.parameters
+        if shard_of(parameter).is_owner(mpu)
+    )
     total = mpu.tp_pp.all_reduce(torch.tensor([owned], device=mpu.tp_pp.device))
     ranks, threads = mpu.world.size, torch.get_num_threads()
     logger.info(

@@ -69,10 +69,9 @@ def train_step(training: Training, step: int) -> StepResult:
     for data_parallel in training.data_parallels.values():
         data_parallel.zero_grad()
     loss_sum = training.executor.run(local.microbatches, grad_scale=1.0 / max(num_tokens, 1))
-    loss = _global_mean(loss_sum, num_tokens, mpu)
-
     learning_rate = training.learning_rate(step)
     update = training.optimizer.step(learning_rate)
+    loss = _global_mean(loss_sum, num_tokens, mpu)
     return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint)
 
 

@@ -71,6 +71,18 @@ def test_cut_parameters_count_everywhere_and_whole_ones_once(world: World, tp: i
         assert norm == pytest.approx(math.sqrt(9 + 16 * tp), rel=1e-14)
 
 
+def _bad_in_a_copy(mpu: ParallelState) -> float:
+    """A whole vector that is not a number on the rank that does not count it."""
+    norm = whole("norm", torch.zeros(9, dtype=torch.float64))
+    data_parallel = adopt(mpu, norm)
+    set_grads({norm: math.nan if mpu.tp.rank == 1 else 1.0})
+    return float(grad_norm([data_parallel], mpu))
+
+
+def test_not_finite_is_seen_in_a_copy_that_does_not_count(world: World) -> None:
+    assert all(math.isnan(norm) for norm in world.run(_bad_in_a_copy, layout=ParallelConfig(tp=2)))
+
+
 def _different_ranks(mpu: ParallelState) -> float:
     """Squares of 20 and 100 on the two stages: the norm is that of the sum, not a mean of two norms."""
     weight = whole(f"layers.{mpu.pp.rank}", torch.zeros(4, dtype=torch.float64))

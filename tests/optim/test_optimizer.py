@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -272,3 +273,46 @@ def _raise_in_one(mpu: ParallelState) -> None:
 def test_the_error_reaches_the_caller(world: World) -> None:
     with pytest.raises(RankFailure, match="first in w on rank 0"):
         world.run(_raise_in_one, ranks=2)
+
+
+def _steps_of_all_kinds(mpu: ParallelState, dtype: torch.dtype, config: OptimConfig) -> tuple[list[Tensor], int, int]:
+    """(everything that an optimizer changes and reports, updates made, updates tried) over six steps.
+
+    In turn: a plain step; one clipped although no rank alone has a norm to be clipped; one that a single rank clips; a
+    nan on the last rank only; one on the first only; a plain step.
+    """
+    weight = whole(f"w.{mpu.pp.rank}", _random(5, 7, seed=mpu.pp.rank, dtype=dtype))
+    bias = whole(f"b.{mpu.pp.rank}", torch.ones(3, dtype=dtype))
+    data_parallel = adopt(mpu, weight, bias)
+    optimizer = Optimizer(config, [data_parallel], mpu)
+    tried, update_all = [], optimizer._update_all
+    optimizer._update_all = lambda *args: (tried.append(args), update_all(*args))[1]  # type: ignore
+    last = mpu.pp.size - 1
+    scales = [(0.1,) * 4, (0.9,) * 4, (0.1, 0.1, 3.0, 0.1), (0.1,) * 4, (0.1,) * 4, (0.2,) * 4]
+    history: list[Tensor] = []
+    for step, by_rank in enumerate(scales):
+        grad = _random(5, 7, seed=10 * step + mpu.pp.rank, dtype=torch.float64)
+        set_grads({weight: 0.0, bias: 0.0})
+        main_grad(weight).copy_(grad / grad.norm() * by_rank[mpu.pp.rank])
+        if (step, mpu.pp.rank) in ((3, last), (4, 0)):
+            main_grad(bias)[1] = math.nan
+        result = optimizer.step(0.05)
+        history += [torch.tensor([result.grad_norm, result.skipped]), weight.detach().clone(), bias.detach().clone()]
+        history += [t.clone() for of_kind in optimizer.state_tensors().values() for _, t in of_kind]
+    return history, optimizer.steps, len(tried)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_update_before_the_global_norm_gives_the_same_bits(world: World, name: str, dtype: torch.dtype) -> None:
+    config = OptimConfig(name=name, momentum=0.9, clip_grad=1.0, weight_decay=0.1, nonfinite="skip")  # type: ignore
+    layout = ParallelConfig(pp=4)
+    plain = world.run(_steps_of_all_kinds, dtype, config, layout=layout)
+    early = world.run(_steps_of_all_kinds, dtype, replace(config, post_validation=True), layout=layout)
+    for rank, ((want, steps, _), (found, early_steps, tried)) in enumerate(zip(plain, early, strict=True)):
+        assert early_steps == steps == 4
+        assert len(found) == len(want)
+        assert all(torch.equal(a.nan_to_num(nan=-1), b.nan_to_num(nan=-1)) for a, b in zip(found, want, strict=True))
+        # Undone: step 2 everywhere, 3 where the rank's own norm was harmless, 4 and 5 where the rank had no nan.
+        undone = 1 + (rank != 2) + (rank != 3) + (rank != 0)
+        assert tried == 4 + undone

@@ -369,6 +369,57 @@ def test_tied_copies_get_the_sum_over_stages_and_data_parallel_ranks(
         assert results[rank][1][0] == sum(10.0**r for r in stage)
 
 
+def _shared(mpu: ParallelState) -> Tensor:
+    """An embedding that the last stage on this rank uses as well, its contribution the last to come."""
+    table = whole("words", torch.zeros(5, 2, dtype=torch.float64))
+    first, last = WeightGradQueue(), WeightGradQueue()
+    other = whole("norm", torch.zeros(3, dtype=torch.float64))
+    owner = DataParallel([Unit("shared", [table], shared=True), Unit("other", [other])], mpu, queue=first)
+    user = DataParallel([Unit("head", [whole("head", torch.zeros(2, dtype=torch.float64))])], mpu, queue=last)
+    last.deferring = True
+
+    def late() -> None:
+        main_grad(table).add_(10.0**mpu.rank)
+
+    last.put(late, [table])
+    owner.arm()
+    (table.sum() * 3 + other.sum()).backward()
+    owner.complete()
+    user.arm()
+    (table.sum() * 4).backward()
+    last.drain(0)
+    user.complete()
+    owner.finish()
+    user.finish()
+    return main_grad(table).clone()
+
+
+def test_a_unit_shared_with_another_stage_waits_for_both(world: World) -> None:
+    for grad in world.run(_shared, ranks=2):
+        assert torch.equal(grad, torch.full((5, 2), 2 * 7.0 + 11.0, dtype=torch.float64))
+
+
+def _mirrored(mpu: ParallelState) -> list[Tensor]:
+    """Each rank holds two stages, those of its mirror rank in the other order."""
+    stages = sorted((mpu.pp.rank, mpu.pp.size - 1 - mpu.pp.rank))
+    parameters = [whole(f"stage {stage}", torch.zeros(3, dtype=torch.float64)) for stage in stages]
+    data_parallels = [adopt(mpu, parameter) for parameter in parameters]
+    for stage, parameter in zip(stages, parameters, strict=True):
+        set_grads({parameter: (stage + 1) * 10.0**mpu.rank})
+    for data_parallel in data_parallels:
+        data_parallel.finish()
+    return [main_grad(parameter)[0].clone() for parameter in parameters]
+
+
+def test_copies_of_a_bidirectional_pipeline_get_the_sum_of_both(world: World) -> None:
+    layout = ParallelConfig(pp=4, schedule="dualpipe")
+    for rank, grads in enumerate(world.run(_mirrored, layout=layout)):
+        both = 10.0**rank + 10.0 ** (3 - rank)
+        assert grads == [(stage + 1) * both for stage in sorted((rank, 3 - rank))]
+    for rank, grads in enumerate(world.run(_mirrored, layout=ParallelConfig(pp=4))):
+        assert grads == [(stage + 1) * 10.0**rank for stage in sorted((rank, 3 - rank))]
+
+
 def _tensor_parallel(mpu: ParallelState, deferred: bool) -> dict[str, Tensor]:
     """Gradients of the cut model as global tensors; the ranks of a tensor-parallel group each fill in their part."""
     net = Net(mpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.partition import partition
-from megalite.pipeline.schedule import Action, Kind, Plan, PlanError, gpipe, one_f_one_b
+from megalite.pipeline.plan import Action, Kind, Plan, PlanError
+from megalite.pipeline.schedule import SCHEDULES, gpipe, make_plan, one_f_one_b
 from megalite.pipeline.simulate import peak_activations
 from megalite.testing.world import RankFailure, World
 
 from .plans import breadth_first, split_1f1b
-from .toy import LAYERS, RecordingReducer, ToyStage, freeze, gradients, microbatch, reference
+from .toy import LAYERS, RecordingReducer, ToyStage, freeze, gradients, micro_losses, microbatch, reference
 
 CPU = torch.device("cpu")
 SCALE = 0.37
@@ -29,6 +29,9 @@ class Outcome:
 
     losses: list[Tensor]
     grads: dict[str, Tensor]
+    """The sum over the rank's copies of a parameter, should there be several."""
+    micro_losses: list[Tensor]
+    """What the last stages have returned, micro-batch after micro-batch, in the second step."""
     peaks: tuple[int, int]
     reducers: dict[int, list[str]]
     evaluated: Tensor
@@ -37,8 +40,11 @@ class Outcome:
 
 def _stages(plan: Plan, rank: int, recompute: bool = False) -> dict[int, ToyStage]:
     split = partition(LAYERS, plan.num_stages, layer_cost=1.0, embedding_cost=0.5, head_cost=1.5)
-    last = plan.num_stages - 1
-    return {s: ToyStage(split[s], first=s == 0, last=s == last, recompute=recompute) for s in plan.stages_of(rank)}
+    first, last = 0, plan.num_stages - 1
+    return {
+        s: ToyStage(split[i := plan.model_stage(s)], first=i == first, last=i == last, recompute=recompute)
+        for s in plan.stages_of(rank)
+    }
 
 
 def _two_steps(
@@ -50,19 +56,22 @@ def _two_steps(
     reducers = {s: RecordingReducer() for s in stages}
     executor = Executor(plan, stages, reducers, mpu, CPU)
     losses = []
-    evaluated, messages = torch.zeros(()), 0
+    evaluated, messages, last_losses = torch.zeros(()), 0, []
     mpu.reset_stats()
     for step in range(2):
         batches = [microbatch(k, step) for k in range(plan.num_microbatches)]
         losses.append(executor.run(batches, SCALE if step else torch.tensor(SCALE, dtype=torch.float64)))
         messages = mpu.pp.stats.calls
+        last_losses = _in_order(plan, stages)
         # An evaluation in between, with another number of microbatches, changes nothing.
         evaluated = executor.evaluate([microbatch(k, 0) for k in range(plan.num_microbatches + 2)])
         mpu.reset_stats()
-        assert not any(stage.outputs[-1].requires_grad for stage in stages.values()), "evaluated with a graph"
+        evaluating = [stage for number, stage in stages.items() if number < plan.num_stages]
+        assert not any(stage.outputs[-1].requires_grad for stage in evaluating), "evaluated with a graph"
     return Outcome(
         losses,
         gradients(list(stages.values())),
+        last_losses,
         (executor.peak_activations, executor.peak_until_weight_grad),
         {s: r.events for s, r in reducers.items()},
         evaluated,
@@ -70,24 +79,50 @@ def _two_steps(
     )
 
 
+def _in_order(plan: Plan, stages: dict[int, ToyStage]) -> list[Tensor]:
+    """The losses of this rank's last stages by micro-batch: the order of forwards in the plan tells which is which."""
+    found: dict[int, Tensor] = {}
+    for number, stage in stages.items():
+        if stage.head is not None:
+            forwards = [a for row in plan.actions for a in row if (a.kind, a.stage) == (Kind.FORWARD, number)]
+            outputs = stage.outputs[-len(forwards) :]
+            found |= {a.microbatch: out.detach() for a, out in zip(forwards, outputs, strict=True)}
+    return [found[k] for k in sorted(found)]
+
+
 def _check(outcomes: list[Outcome], plan: Plan, frozen: frozenset[str] = frozenset()) -> None:
     losses, grads = reference(plan.num_microbatches, 2, SCALE, frozen)
-    found = {name: grad for outcome in outcomes for name, grad in outcome.grads.items()}
-    assert found.keys() == grads.keys()
+    assert {name for outcome in outcomes for name in outcome.grads} == grads.keys()
     for name, grad in grads.items():
-        difference = (found[name] - grad).abs().max() / grad.abs().max()
+        found = torch.stack([outcome.grads[name] for outcome in outcomes if name in outcome.grads]).sum(0)
+        difference = (found - grad).abs().max() / grad.abs().max()
         assert difference < 1e-12, f"{name} differs by {difference:.1e}"
-    last = plan.placement[-1]
-    evaluated = reference(plan.num_microbatches + 2, 1, SCALE)[0][0]
+    _check_losses(outcomes, plan, losses)
     for rank, outcome in enumerate(outcomes):
-        want = losses if rank == last else [torch.zeros((), dtype=torch.float64)] * 2
-        torch.testing.assert_close(outcome.losses, want, rtol=1e-12, atol=0)
-        torch.testing.assert_close(outcome.evaluated, evaluated if rank == last else want[0], rtol=1e-12, atol=0)
-        assert outcome.reducers == {s: ["arm", "finish"] * 2 for s in plan.stages_of(rank)}
+        assert outcome.reducers == {s: ["arm", "complete", "finish"] * 2 for s in plan.stages_of(rank)}
         assert outcome.peaks == (peak_activations(plan)[rank], peak_activations(plan, Kind.WEIGHT_GRAD)[rank])
         # Over each hand-over between ranks a microbatch sends an activation one way and a gradient the other.
-        hops = sum((a == rank) != (b == rank) for a, b in pairwise(plan.placement))
-        assert outcome.messages == plan.num_microbatches * hops
+        hand_overs = [(stage, plan.next_stage(stage)) for stage in range(len(plan.placement))]
+        ends = [(plan.placement[s], plan.placement[n]) for s, n in hand_overs if n is not None]
+        hops = sum((a == rank) != (b == rank) for a, b in ends)
+        assert outcome.messages == plan.num_microbatches // plan.num_chains * hops
+
+
+def _check_losses(outcomes: list[Outcome], plan: Plan, losses: list[Tensor]) -> None:
+    """The ranks with a last stage have the sum between them, and every micro-batch has its own labels' loss."""
+    last = plan.num_stages - 1
+    holders = [plan.placement[stage] for stage in plan.copies_of(last)]
+    zero = torch.zeros((), dtype=torch.float64)
+    for step, want in enumerate(losses):
+        found = sum((outcome.losses[step] for outcome in outcomes), zero)
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+    assert all(not any(o.losses) for rank, o in enumerate(outcomes) if rank not in holders)
+    evaluated = reference(plan.num_microbatches + 2, 1, SCALE)[0][0]
+    for rank, outcome in enumerate(outcomes):
+        want = evaluated if rank == plan.placement[last] else zero
+        torch.testing.assert_close(outcome.evaluated, want, rtol=1e-12, atol=0)
+    found = [loss for rank in dict.fromkeys(holders) for loss in outcomes[rank].micro_losses]
+    torch.testing.assert_close(found, micro_losses(plan.num_microbatches, 1), rtol=1e-12, atol=0)
 
 
 PLANS_2 = [
@@ -95,6 +130,7 @@ PLANS_2 = [
     breadth_first((0, 1, 1, 0), 3),
     breadth_first((0, 1, 0, 1), 3),
     breadth_first((0, 0, 1, 1), 2),
+    make_plan("interleaved_zb", 2, 4, 3),
 ]
 PLANS_4 = [
     *(make(4, m) for make in (one_f_one_b, gpipe, split_1f1b) for m in (1, 3, 9)),
@@ -103,18 +139,55 @@ PLANS_4 = [
 ]
 
 
+CHUNKS = {"interleaved": 2, "looped_bfs": 2, "interleaved_zb": 2}
+PLAN_8 = make_plan("dualpipe", 8, 16)
+
+
 def _name(plan: object) -> str:
     assert isinstance(plan, Plan)
     return f"{plan.name}-{''.join(map(str, plan.placement))}-m{plan.num_microbatches}"
 
 
-@pytest.mark.parametrize("plan", PLANS_2 + PLANS_4, ids=_name)
+@pytest.mark.parametrize("plan", [*PLANS_2, *PLANS_4, PLAN_8], ids=_name)
 def test_gradients_equal_one_process(world: World, plan: Plan) -> None:
     outcomes = world.run(_two_steps, plan, layout=ParallelConfig(pp=plan.num_ranks), timeout=60)
     _check(outcomes, plan)
 
 
-@pytest.mark.parametrize("plan", [one_f_one_b(2, 3), split_1f1b(2, 3)], ids=_name)
+def _all_sizes(mpu: ParallelState, schedule: str) -> dict[int, Outcome | str]:
+    """What came of 1 to 9 micro-batches, or why the plan was refused."""
+    found: dict[int, Outcome | str] = {}
+    for num_microbatches in range(1, 10):
+        try:
+            plan = make_plan(schedule, mpu.pp.size, num_microbatches, CHUNKS.get(schedule, 1))
+        except PlanError as error:
+            found[num_microbatches] = str(error)
+        else:
+            found[num_microbatches] = _two_steps(mpu, plan)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_number_of_microbatches_is_right_or_refused(world: World, schedule: str, ranks: int) -> None:
+    """Fewer than stages, odd, not a multiple: never a hang. Micro-batches differ in length, and in their labels.
+
+    One process runs the plans one after another, split and unsplit backwards, on stages of different shapes.
+    """
+    results = world.run(_all_sizes, schedule, layout=ParallelConfig(pp=ranks), timeout=120)
+    for num_microbatches in range(1, 10):
+        outcomes = [result[num_microbatches] for result in results]
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if refusals:
+            assert refusals == [refusals[0]] * ranks
+            assert str(num_microbatches) in refusals[0] and str(ranks) in refusals[0], refusals[0]
+            assert schedule in ("dualpipe", "dualpipe_v", "interleaved_zb"), f"{schedule} is defined for any number"
+        else:
+            plan = make_plan(schedule, ranks, num_microbatches, CHUNKS.get(schedule, 1))
+            _check([outcome for outcome in outcomes if not isinstance(outcome, str)], plan)
+
+
+@pytest.mark.parametrize("plan", [one_f_one_b(2, 3), split_1f1b(2, 3), make_plan("zb_v", 2, 3)], ids=_name)
 def test_recompute(world: World, plan: Plan) -> None:
     _check(world.run(_two_steps, plan, True, layout=ParallelConfig(pp=2), timeout=60), plan)
 

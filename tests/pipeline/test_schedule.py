@@ -14,16 +14,19 @@ from megalite.pipeline.schedule import (
     Plan,
     PlanError,
     check_complete,
+    dualpipe,
+    dualpipe_v,
     forward_only,
     gpipe,
+    interleaved,
     make_plan,
     one_f_one_b,
+    zb_h1,
+    zb_h2,
 )
 from megalite.pipeline.simulate import Costs, peak_activations, simulate
 
 from .plans import breadth_first, split_1f1b
-
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
 
 
 def _rows(plan: Plan) -> list[str]:
@@ -46,18 +49,81 @@ def test_one_stage_is_gradient_accumulation() -> None:
     assert _rows(lower(one_f_one_b(1, 3))) == ["F0.0 B0.0 F0.1 B0.1 F0.2 REDUCE0.2 B0.2"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bubble_and_peaks_of_the_formulas(schedule: str) -> None:
-    for p, m in SIZES:
-        plan = make_plan(schedule, p, m)
-        for costs in (Costs(), Costs(weight_grad=Fraction(4, 5)), Costs(forward=3, input_grad=2, weight_grad=5)):
-            work = costs.forward + costs.input_grad + costs.weight_grad
-            timed = simulate(plan, costs)
-            assert timed.makespan == m * work + (p - 1) * work
-            assert timed.busy == [m * work] * p
-            assert timed.bubble == Fraction(p - 1, m + p - 1)
-        peaks = [m] * p if schedule == "gpipe" else [min(m, p - r) for r in range(p)]
-        assert peak_activations(plan) == peak_activations(plan, Kind.WEIGHT_GRAD) == peaks
+def test_zb_h1_as_in_the_paper() -> None:
+    assert _rows(zb_h1(3, 4)) == [
+        "F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3",
+        "F1.0 F1.1 I1.0 F1.2 I1.1 W1.0 F1.3 I1.2 W1.1 I1.3 W1.2 W1.3",
+        "F2.0 I2.0 F2.1 I2.1 F2.2 I2.2 W2.0 F2.3 I2.3 W2.1 W2.2 W2.3",
+    ]
+
+
+def _by_formula(num_ranks: int, num_microbatches: int, depth: int) -> list[str]:
+    """ZB-H as two numbers for each rank: warmup depth (p - 1 - r), W late by depth r."""
+    lines = []
+    for rank in range(num_ranks):
+        warmup, lag = depth * (num_ranks - 1 - rank), depth * rank
+        row = [f"F{rank}.{k}" for k in range(warmup)]
+        for k in range(num_microbatches):
+            row += [f"F{rank}.{warmup + k}"] if warmup + k < num_microbatches else []
+            row += [f"I{rank}.{k}"] + ([f"W{rank}.{k - lag}"] if k >= lag else [])
+        lines.append(" ".join(row + [f"W{rank}.{k}" for k in range(num_microbatches - lag, num_microbatches)]))
+    return lines
+
+
+def test_zb_h_is_the_formula_for_equal_costs() -> None:
+    for p in range(2, 7):
+        for plan, depth in ((zb_h1(p, 3 * p), 1), (zb_h2(p, 3 * p), 2)):
+            assert _rows(plan) == _by_formula(p, 3 * p, depth)
+
+
+def test_interleaved_as_in_the_paper() -> None:
+    assert _rows(interleaved(2, 4)) == [
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ]
+
+
+def test_interleaved_group_size() -> None:
+    assert _rows(interleaved(2, 4, 2, group_size=4))[0].startswith("F0.0 F0.1 F0.2 F0.3 F2.0 F2.1 F2.2")
+    assert peak_activations(interleaved(2, 8, 2, 4)) == [7, 5]
+    # A short last group blocks itself: by default all microbatches go together, an explicit size is refused.
+    assert interleaved(4, 5, 4) == interleaved(4, 5, 4, group_size=5)
+    with pytest.raises(PlanError, match="group_size=4 deadlocks with 4 ranks, 5 microbatches and 4 chunks"):
+        interleaved(4, 5, 4, group_size=4)
+    with pytest.raises(PlanError, match="group_size=6 must be from 1 to the number of microbatches, 5"):
+        make_plan("interleaved", 4, 5, 2, group_size=6)
+    with pytest.raises(PlanError, match="group_size=2 is for the interleaved schedule, not for zb_v"):
+        make_plan("zb_v", 4, 5, 2, group_size=2)
+
+
+def test_fewer_microbatches_than_stages_never_hang() -> None:
+    for schedule in SCHEDULES:
+        for p, v, m in ((4, 1, 1), (4, 1, 2), (4, 1, 3), (2, 2, 3), (4, 2, 1), (8, 2, 9)):
+            try:
+                lower(make_plan(schedule, p, m, v if schedule in ("interleaved", "interleaved_zb") else 1))
+            except PlanError as error:
+                assert f"{m} microbatches" in str(error) and schedule in ("dualpipe", "dualpipe_v", "interleaved_zb")
+
+
+def test_dualpipe_has_two_chains() -> None:
+    plan = dualpipe(4, 8)
+    assert plan.num_stages == 4 and plan.placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert plan.stages_of(0) == (0, 7) and plan.model_stage(7) == 3 and plan.copies_of(3) == (3, 7)
+    assert [plan.chain_of(k) for k in range(8)] == [0] * 4 + [1] * 4
+    assert plan.previous_stage(4) is None and plan.next_stage(3) is None and plan.next_stage(4) == 5
+    assert plan.microbatches_of(5) == range(4, 8)
+    assert _rows(plan)[0].startswith("F0.0 F0.1 F0.2 F7.4 I7.4 W7.4 F7.5 F0.3 B7.5 F7.6 B0.0 B7.6 F7.7 B0.1")
+    assert str(plan).splitlines()[1].startswith("rank 0: F0.0 F0.1 F0.2 F7.4 I7.4 W7.4 F7.5 F0.3+ B7.5 F7.6+ B0.0")
+
+
+def test_pairs_are_priced_as_one_slot_or_as_they_run() -> None:
+    plan = dualpipe_v(4, 8)
+    assert simulate(plan).makespan == 27
+    assert simulate(plan, fb="seq").makespan == Fraction(51, 2)
+    # What a pair produces is there at the pair's end only.
+    pair = next(i for i, slot in enumerate(simulate(plan).slots) if slot.action in plan.pairs)
+    first, second = simulate(plan).slots[pair : pair + 2]
+    assert first.rank == second.rank and first.end == second.start and second.action.kind is Kind.BACKWARD
 
 
 def test_latency_is_paid_between_ranks_only() -> None:
@@ -202,14 +268,21 @@ def test_impossible_order_is_refused_with_who_waits_for_what() -> None:
 
 
 def test_sizes_and_names_are_checked() -> None:
-    with pytest.raises(PlanError, match=r"unknown parallel.schedule='1f1'; it can be 1f1b, gpipe"):
+    with pytest.raises(PlanError, match=r"unknown parallel.schedule='1f1'; it can be 1f1b, gpipe, .* or csv:FILE"):
         make_plan("1f1", 2, 4)
     with pytest.raises(PlanError, match=r"parallel.vpp=2 must be 1"):
         make_plan("1f1b", 2, 4, 2)
     with pytest.raises(PlanError, match="0 microbatches"):
         make_plan("gpipe", 2, 0)
+    with pytest.raises(PlanError, match=r"zb_v always has two chunks on each rank; parallel.vpp=3 must be 1 or 2"):
+        make_plan("zb_v", 2, 4, 3)
+    assert make_plan("zb_v", 2, 4, 1) == make_plan("zb_v", 2, 4, 2)
+    with pytest.raises(PlanError, match=r"dualpipe: 3 pipeline ranks and 8 microbatches; both must be even"):
+        make_plan("dualpipe", 3, 8)
+    with pytest.raises(PlanError, match=r"interleaved_zb: 11 microbatches do not divide .* 8 or 12 would"):
+        make_plan("interleaved_zb", 4, 11, 2)
 
 
 def test_digest_tells_plans_apart() -> None:
-    digests = {make_plan(name, 2, m).digest for name in SCHEDULES for m in range(1, 5)}
-    assert len(digests) == 8 and one_f_one_b(2, 3).digest in digests
+    digests = {make_plan(name, 2, m).digest for name in SCHEDULES for m in (4, 6)}
+    assert len(digests) == 2 * len(SCHEDULES) and one_f_one_b(2, 4).digest in digests

@@ -116,6 +116,9 @@ class RecordingReducer:
     def arm(self) -> None:
         self.events.append("arm")
 
+    def complete(self) -> None:
+        self.events.append("complete")
+
     def finish(self) -> None:
         self.events.append("finish")
 
@@ -140,6 +143,12 @@ def reference(
             total += loss.detach()
         losses.append(total)
     return losses, gradients([model])
+
+
+def micro_losses(num_microbatches: int, step: int) -> list[Tensor]:
+    """The loss of each micro-batch by the whole model."""
+    model = ToyStage(range(LAYERS), first=True, last=True, plain=True)
+    return [model(None, microbatch(k, step)).detach() for k in range(num_microbatches)]
 
 
 def freeze(stage: nn.Module, names: frozenset[str]) -> None:

@@ -11,7 +11,7 @@ from megalite.batch import MicroBatch
 from megalite.checkpoint import store
 from megalite.config import Config, save_config
 from megalite.data.config import DataConfig
-from megalite.models.transformer import Transformer
+from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.parallel.shard import shard_of
@@ -31,7 +31,7 @@ CONFIG = Config(
 def run_dir(tmp_path: Path) -> Path:
     """A run folder with a checkpoint of a model with random weights."""
     mpu = ParallelState.single()
-    model = build_stage(dataclasses.replace(CONFIG, parallel=ParallelConfig()), mpu, 0, range(2), CPU)
+    model = build_stage(dataclasses.replace(CONFIG, parallel=ParallelConfig()), mpu, StageSpec(0, 1, range(2)), CPU)
     save_config(CONFIG, tmp_path / "config.yaml")
     weights = [(shard_of(p), p.data) for p in model.parameters()]
     store.save(tmp_path, 7, {"parameter": weights, "exp_avg": weights}, {}, mpu)

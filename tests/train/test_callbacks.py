@@ -40,14 +40,14 @@ def test_console_and_log_tell_the_same_story(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, width=200)
     training = FakeTraining()
-    trainer, folder, _ = make_trainer(tmp_path, training, num_steps=5, log_every=2, eval_every=4, console=console)
+    trainer, folder, _ = make_trainer(tmp_path, training, num_steps=21, log_every=8, eval_every=16, console=console)
     trainer.callbacks = defaults(folder, trainer.config.train, console)
     trainer.run()
     folder.close()
     lines = text.getvalue().splitlines()
     steps = [line.split("|")[0].strip() for line in lines if line.startswith("step ") and "loss" in line]
-    assert steps == ["step 2/5", "step 4/5", "step 4", "step 5/5"]
-    assert any("checkpoint saved in" in line for line in lines) and "loss over 5 steps" in lines
+    assert steps == ["step  8/21", "step 16/21", "step 16", "step 21/21"]
+    assert any("checkpoint saved in" in line for line in lines) and "loss over 21 steps" in lines
     log = folder.log_file.read_text()
     assert all(line in log for line in lines)
     assert (tmp_path / "metrics.jsonl").exists() and list((tmp_path / "tensorboard").iterdir())
