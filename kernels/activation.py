@@ -5,13 +5,14 @@ On a CPU the work goes through a cacheful of rows at a time, so temporaries neve
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu import row_chunks
+_CHUNK = 1 << 18  # elements in a cacheful
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -81,13 +82,23 @@ class _Gelu(torch.autograd.Function):
 
 
 def _swiglu_forward(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    for gate_part, up_part, out_part in row_chunks(gate, up, out):
+    for gate_part, up_part, out_part in _row_chunks(gate, up, out):
         # torch's CPU silu runs at half speed on strided rows: a copy is cheaper.
         torch.mul(F.silu(gate_part.contiguous()), up_part, out=out_part)
 
 
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    for dy, gate_part, up_part, dgate_part, dup_part in row_chunks(dout, gate, up, dgate, dup):
+    for dy, gate_part, up_part, dgate_part, dup_part in _row_chunks(dout, gate, up, dgate, dup):
         gate_part = gate_part.contiguous()
         torch.mul(F.silu(gate_part), dy, out=dup_part)
         dgate_part.copy_(torch.ops.aten.silu_backward(dy * up_part, gate_part))
+
+
+def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching row slices of tensors [..., f], as matrices; one slice of everything off the CPU."""
+    width = tensors[0].shape[-1]
+    rows = [x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0) for x in tensors]
+    count = rows[0].shape[0]
+    step = max(1, _CHUNK // max(1, width)) if tensors[0].device.type == "cpu" else max(1, count)
+    for start in range(0, count, step):
+        yield tuple(x[start : start + step] for x in rows)

@@ -1,4 +1,4 @@
-"""What CPUs need: process-wide settings made once at start-up (float32 products, malloc), and work by the cacheful."""
+"""Process-wide CPU settings that a run makes once at start-up: float32 matrix products and malloc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 _ONEDNN: Any = torch.backends.mkldnn
 _MAX_PROBE_ERROR = 1e-5
-_CHUNK = 1 << 18  # elements in a cacheful
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameter numbers of glibc's mallopt
 
 
@@ -49,19 +48,6 @@ def tune_malloc() -> bool:
         return False
     settings = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 3 << 29), (_M_TOP_PAD, 1 << 26))
     return all([mallopt(parameter, value) == 1 for parameter, value in settings])
-
-
-def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching row slices of tensors [..., f], as matrices; one slice of everything off the CPU.
-
-    The first tensor's f decides how many rows make a cacheful.
-    """
-    width = tensors[0].shape[-1]
-    rows = [x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0) for x in tensors]
-    count = rows[0].shape[0]
-    step = max(1, _CHUNK // max(1, width)) if tensors[0].device.type == "cpu" else max(1, count)
-    for start in range(0, count, step):
-        yield tuple(x[start : start + step] for x in rows)
 
 
 def probe_onednn(rows: int = 512, features: int = 512, outputs: int = 1408) -> float:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu import row_chunks
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim: x [..., h], weight [h]; rounded to x's dtype once."""
@@ -21,32 +19,22 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves its input and one number a row; float32 copies exist for a cacheful of rows at a time."""
+    """Saves its input and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        rstd = x.new_empty(*x.shape[:-1], 1, dtype=wide)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x_part, rstd_part, out_part in row_chunks(x, rstd, out):
-            rows = x_part.to(wide)
-            torch.linalg.vector_norm(rows, dim=-1, keepdim=True, out=rstd_part)
-            rstd_part.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            out_part.copy_((rows * rstd_part).mul_(weight))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return out
+        return (wide * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        wide_weight = weight.to(rstd.dtype)
-        dx, dweight = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(wide_weight)
-        for dy, x_part, rstd_part, dx_part in row_chunks(grads[0], x, rstd, dx):
-            normed = x_part.to(rstd.dtype) * rstd_part
-            rows, dweight_part = _centred_grads(dy.to(rstd.dtype), normed, wide_weight)
-            dx_part.copy_(rows.mul_(rstd_part))
-            dweight += dweight_part
-        return dx, dweight.to(weight.dtype), None
+        normed = x.to(rstd.dtype) * rstd
+        dx, dweight = _centred_grads(grads[0].to(rstd.dtype), normed, weight.to(rstd.dtype))
+        return dx.mul_(rstd).to(x.dtype), dweight.to(weight.dtype), None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels import cpu
+from megalite.kernels import activation
 from megalite.kernels.activation import gelu, swiglu, swiglu_packed
 
 
@@ -20,7 +20,7 @@ def grads(out: Tensor, inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1), (0, 4), (600, 3, 211)], ids=str)
 @pytest.mark.parametrize("chunk", [64, 1 << 18])
 def test_swiglu_forms_agree(shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_CHUNK", chunk)
+    monkeypatch.setattr(activation, "_CHUNK", chunk)
     torch.manual_seed(0)
     packed = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64, requires_grad=True)
     dy = torch.randn(shape, dtype=torch.float64)
