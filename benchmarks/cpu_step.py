@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -316,7 +317,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     arguments.model = ModelConfig(**{**vars(MODEL), "num_layers": arguments.num_layers})
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     rows = [
         row for precision in arguments.dtypes for row in race(_cases(arguments, precision), arguments.rounds, console)
     ]
