@@ -91,6 +91,12 @@ def keep_mask(key: Tensor, p: float, token_index: Tensor, num_features: int, fea
     return mix_(row_hash(key, token_index).unsqueeze(-1) + feature) >= keep_threshold(p)
 
 
+def uniform(key: Tensor, token_index: Tensor, num_features: int, dtype: torch.dtype) -> Tensor:
+    """[*token_index.shape, num_features] in (0, 1), from the same hash as `keep_mask`."""
+    feature = feature_hash(0, num_features, token_index.device)
+    return mix_(row_hash(key, token_index).unsqueeze(-1) + feature).to(dtype).add_(2.0**31 + 0.5).mul_(2.0**-32)
+
+
 def _xor_shift_(x: Tensor, bits: int) -> Tensor:
     # Torch shifts int32 arithmetically; the mask drops the copies of the sign bit.
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
@@ -32,6 +33,13 @@ class ParallelConfig:
     """Tensor-parallel size inside an expert."""
     vpp: int = 1
     """Virtual pipeline stages (model chunks) on each pipeline rank; schedules in a V always have 2."""
+    cut_expert_tokens: bool = True
+    """Give each tensor-parallel rank its own part of the tokens before they go to experts (the duplicate-token drop of
+    DeepSpeed-TED); false sends them from every rank, to compare, and needs etp = tp."""
+    expert_dispatch: Literal["all_to_all", "all_gather", "hierarchical"] = "all_to_all"
+    """How tokens reach their experts: only those that are needed, all of them, or first between the ranks of a node."""
+    expert_node_size: int | None = None
+    """Expert-parallel ranks of a node, for the hierarchical dispatch."""
     sequence_parallel: bool = False
     """Cut the sequence over the tensor-parallel ranks between the parallel layers."""
     schedule: str = "1f1b"

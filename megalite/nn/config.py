@@ -2,11 +2,78 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
+
+AuxLoss = Literal["none", "sequence", "global", "global_exact", "micro_batch"]
+Routing = Literal["top_k", "sinkhorn", "expert_choice"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class MoEConfig:
+    """The mixture of experts of a model (num_experts = 0: a dense one)."""
+
+    num_experts: int = 0
+    """Experts of an MoE layer; 0 makes every layer dense."""
+    top_k: int = 2
+    """Experts of a token."""
+    expert_ffn_hidden_size: int | None = None
+    """Width of one expert; the dense layers' ffn_hidden_size by default."""
+    moe_layers: str = "all"
+    """Which layers hold experts: all, every:N (the last of every N layers), from:N (all but the first N), or numbers
+    such as 1,3,5, counted from 0."""
+    routing: Routing = "top_k"
+    """Who chooses: tokens their best experts (top_k), tokens after balancing the scores of a row (sinkhorn), or
+    experts their best tokens of a row (expert_choice)."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """From router logits to scores."""
+    router_normalize: bool = True
+    """Divide the scores of a token's experts by their sum; for softmax scores this is top-k before softmax."""
+    router_norm_eps: float = 1e-20
+    """Added to that sum (sigmoid scores only)."""
+    router_scale: float = 1.0
+    """Factor on the probabilities of the chosen experts."""
+    router_bias: bool = False
+    """Whether the router's linear has a learned bias."""
+    router_jitter: float = 0.0
+    """Router input times uniform noise in [1 - jitter, 1 + jitter] while training (Switch)."""
+    num_expert_groups: int = 1
+    """Groups of experts (nodes, for example) of which a token may use top_k_groups."""
+    top_k_groups: int = 1
+    """Groups that a token's experts may come from."""
+    aux_loss: AuxLoss = "sequence"
+    """Balancing loss over: each row of tokens, the global batch (with the fractions of the step before, or exact ones
+    from a forward of their own), or a micro-batch (the one kind that depends on micro_batch_size)."""
+    aux_loss_coeff: float = 0.01
+    """Weight of the balancing loss; 0 switches it off."""
+    router_z_loss: float = 0.0
+    """Weight of the mean squared log-sum-exp of router logits (ST-MoE, arXiv:2202.08906)."""
+    expert_bias: bool = False
+    """Balance without a loss: a bias on the selection scores, moved once a step (arXiv:2408.15664)."""
+    expert_bias_rate: float = 1e-3
+    """What expert_bias moves by in a step; 0 freezes it."""
+    capacity_factor: float = 0.0
+    """Places of an expert in each row, as a multiple of the even share seq_len x top_k / num_experts; 0: no limit."""
+    drop_policy: Literal["probability", "position"] = "probability"
+    """Which tokens a full expert keeps: the most probable or the first."""
+    pad_to_capacity: bool = False
+    """Fill the unused places of experts with zeros, so that every expert has the same number of tokens."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the expert that every token uses; 0: none."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by sigmoid of a learned projection (Qwen2-MoE)."""
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Why `pattern` names no layers, or None."""
+    if re.fullmatch(r"all|every:[1-9]\d*|from:\d+|\d+(,\d+)*", pattern):
+        return None
+    return f"model.moe_layers={pattern!r} should be all, every:N (N >= 1), from:N or layer numbers such as 1,3,5"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(MoEConfig):
     """A transformer's architecture and sizes."""
 
     name: str = "llama"
@@ -60,3 +127,21 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden_size if self.name == "gpt2" else (8 * self.hidden_size // 3 + 63) // 64 * 64
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of one expert."""
+        return self.expert_ffn_hidden_size if self.expert_ffn_hidden_size is not None else self.ffn_size
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether global layer number `layer` holds experts."""
+        if not self.num_experts:
+            return False
+        kind, _, number = self.moe_layers.partition(":")
+        if kind == "all":
+            return True
+        if kind == "every":
+            return layer % int(number) == int(number) - 1
+        if kind == "from":
+            return layer >= int(number)
+        return layer in {int(n) for n in self.moe_layers.split(",")}

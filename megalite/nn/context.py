@@ -11,11 +11,12 @@ from megalite.batch import MicroBatch
 
 
 class Site(IntEnum):
-    """Where dropout happens inside a layer; the hash of a mask takes layer * len(Site) + site."""
+    """Where noise enters a layer; the hash of a mask takes layer * len(Site) + site."""
 
     ATTENTION_PROBS = 0
     ATTENTION_OUTPUT = 1
     MLP_OUTPUT = 2
+    ROUTER_JITTER = 3
 
 
 EMBEDDING_SITE = 0

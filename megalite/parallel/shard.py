@@ -135,7 +135,7 @@ def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter
 
 
 def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every meta parameter and buffer of `module` memory on `device`, floating ones in `dtype`.
+    """Gives every meta parameter of `module` memory in `dtype` on `device`, every buffer in at least float32.
 
     Parameters that shared a storage share one again, in the same places; a parameter used by two modules stays one.
     """
@@ -151,6 +151,11 @@ def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
         for name, parameter in child._parameters.items():
             if parameter is not None and parameter in fresh:
                 child._parameters[name] = fresh[parameter]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.zeros_like(
+                    buffer, device=device, dtype=torch.promote_types(dtype, torch.float32)
+                )
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
