@@ -1,6 +1,7 @@
 """Merging, types, near misses and rules of the configuration."""
 
 import dataclasses
+import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,15 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         ({"model": {"num_layers": 0}}, 1, "model.num_layers=0 must be at least 1"),
         ({"model": {"hidden_dropout": 1.0}}, 1, "must be in [0, 1)"),
         ({"model": {"head_dim": 5}}, 1, "must be even"),
+        ({"model": {"max_positions": 0}}, 1, "model.max_positions=0 must be at least 1"),
+        ({"model": {"z_loss": -1e-4}}, 1, "model.z_loss=-0.0001 must be finite and at least 0"),
+        ({"model": {"z_loss": math.nan}}, 1, "model.z_loss=nan must be finite"),
+        ({"model": {"norm_eps": -1e-5}}, 1, "model.norm_eps=-1e-05 must be finite and at least 0"),
+        ({"model": {"norm_eps": math.inf}}, 1, "model.norm_eps=inf must be finite"),
+        ({"model": {"init_std": -0.02}}, 1, "model.init_std=-0.02 must be finite and at least 0"),
+        ({"model": {"init_std": math.nan}}, 1, "model.init_std=nan must be finite"),
+        ({"model": {"rope_theta": 0.0}}, 1, "model.rope_theta=0.0 must be finite and above 0"),
+        ({"model": {"rope_theta": math.inf}}, 1, "model.rope_theta=inf must be finite"),
         ({"train": {"precision": "fp8"}}, 1, "reserved"),
         ({"train": {"recompute": "selective"}}, 1, "should be one of none, full"),
         ({"train": {"profile_steps": (5, 3)}}, 1, "profile_steps"),
@@ -293,6 +303,12 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
 )
 def test_single_rules(changes: dict[str, Fields], world_size: int, said: str) -> None:
     assert said in problems(config_with(**changes), world_size)
+
+
+def test_numbers_of_the_model_may_be_zero_where_that_means_something() -> None:
+    check(config_with(model={"z_loss": 0.0, "norm_eps": 0.0, "init_std": 0.0}), 1)
+    # Rotary positions have no longest sequence: only learned ones are limited by max_positions.
+    check(config_with(model={"max_positions": 1}, data={"seq_len": 128}), 1)
 
 
 def test_options_that_are_reserved_are_refused_and_not_ignored() -> None:
