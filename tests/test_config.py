@@ -102,6 +102,33 @@ def test_yaml_numbers_with_an_exponent_are_numbers(write, written: str) -> None:
     assert load_config(["--config", write(f"optim: {{lr: {written}}}")]).optim.lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"), [("010", 10), ("-08", -8), ("1_000", 1000), ("0x10", 16), ("+7", 7), ("0", 0)]
+)
+def test_yaml_integers_are_decimal_unless_a_prefix_says_otherwise(write, written: str, meant: int) -> None:
+    assert load_config(["--config", write(f"train: {{seed: {written}}}")]).train.seed == meant
+
+
+@pytest.mark.parametrize("written", [".5", "1.", "0.5e+3", "-.inf", "1_0.5", "08.5"])
+def test_yaml_numbers_with_a_point_are_numbers(write, written: str) -> None:
+    text = written.replace(".inf", "inf")
+    assert load_config(["--config", write(f"optim: {{lr: {written}}}")]).optim.lr == float(text)
+
+
+@pytest.mark.parametrize("written", ["2024-05-01", "1:30", "2024-13-45", "1.2.3", "0o17"])
+def test_yaml_words_that_only_look_like_numbers_are_text(write, written: str) -> None:
+    assert load_config(["--config", write(f"train: {{run_dir: {written}}}")]).train.run_dir == written
+
+
+def test_yaml_merge_keys_work(write) -> None:
+    file = write("model: &sizes {num_layers: 3, hidden_size: 64}\nmodel2: {<<: *sizes}\n")
+    with pytest.raises(ConfigError, match="unknown section 'model2'") as caught:
+        load_config(["--config", file])
+    assert len(caught.value.problems) == 1
+    config = load_config(["--config", write("train: {<<: {seed: 3}, num_steps: 2}")])
+    assert (config.train.seed, config.train.num_steps) == (3, 2)
+
+
 def test_an_integer_will_do_for_a_float(write) -> None:
     lr = load_config(["--config", write("optim: {clip_grad: 1}")]).optim.clip_grad
     assert lr == 1.0
@@ -158,6 +185,13 @@ def test_every_unknown_name_is_reported_at_once_with_its_near_miss(write) -> Non
         ("- model", "not sections"),
         ("model: {num_layers: 1, num_layers: 2}", "'num_layers' is given twice"),
         ("model: {", "is not YAML"),
+        ("model: {{ layers }}", "a key must be a word; a placeholder such as {{ name }}"),
+        ("train: {seed: {{ seed }}}", "a key must be a word"),
+        ("[1, 2]: 3", "a key must be a word"),
+        ("model: " + "[" * 5000, "nested too deeply"),
+        ("train: {seed: !!int x}", "is not YAML: invalid literal"),
+        ("train: {num_steps: 1:30}", "train.num_steps='1:30' should be an integer"),
+        ("train: {num_steps: 1.5:30}", "train.num_steps='1.5:30' should be an integer"),
     ],
 )
 def test_wrong_types_are_refused(write, text: str, said: str) -> None:
@@ -189,6 +223,13 @@ def test_the_saved_config_is_a_valid_config(tmp_path: Path) -> None:
     assert from_dict(to_dict(config)) == config
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
     assert stat.S_IMODE((tmp_path / "run" / "config.yaml").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("word", ["1e3", "08", "1:30", "2024-05-01", "no", "null", "-.5", "{{ x }}", "0x1f", "0o17"])
+def test_text_that_looks_like_something_else_is_saved_as_text(tmp_path: Path, word: str) -> None:
+    config = load_config(["--train.run-dir", word])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_from_dict_refuses_what_a_file_would() -> None:

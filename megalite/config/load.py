@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-import yaml
 
 from megalite.config.sections import (
     SECTIONS,
@@ -21,7 +20,7 @@ from megalite.config.sections import (
     nearest_field,
     nearest_section,
 )
-from megalite.config.values import convert, read_yaml
+from megalite.config.values import convert, dump_yaml, read_yaml
 from megalite.files import replace_text
 
 Values = dict[str, dict[str, Any]]
@@ -87,8 +86,8 @@ def _merge_files(files: Sequence[str]) -> tuple[Values, list[str]]:
             content = read_yaml(Path(path))
         except OSError as error:
             problems.append(f"--config {path}: {error.strerror}")
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            problems.append(f"{path} is not YAML: {' '.join(str(error).split())}")
+        except ValueError as error:
+            problems.append(f"{path} is not YAML: {error}")
         else:
             problems += [f"{path}: {problem}" for problem in _merge(content, values)]
     return values, problems
@@ -196,4 +195,4 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes `config` as YAML that is itself a valid --config; the file appears whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
+    replace_text(target, dump_yaml(to_dict(config)))
