@@ -178,6 +178,23 @@ def test_vocabularies_must_fit(cache: Path, tmp_path: Path, caplog: pytest.LogCa
         _build(cache, paths=(str(tmp_path / "made"),), vocab=4093, tokenizer=other)
 
 
+def test_a_stale_side_file_does_not_hide_ids_beyond_the_vocabulary(cache: Path, tmp_path: Path) -> None:
+    """The largest id is taken from the side file, so that start-up need not read the tokens; each row is looked at."""
+    text = tmp_path / "a.txt"
+    text.write_text("some text, " * 50)
+    preprocess([text], tmp_path / "made", "byte")
+    ids = np.fromfile(tmp_path / "made.bin", dtype=np.uint16)
+    ids[5] = 300
+    ids.tofile(tmp_path / "made.bin")
+    datasets = _build(cache, paths=(str(tmp_path / "made"),), vocab=300)
+    message = r"made has token id 300 in sample \d+, but the vocabulary has 257 entries; is it the right tokenizer\?"
+    with pytest.raises(ValueError, match=message):
+        [datasets.train[i] for i in range(len(datasets.train))]
+    (tmp_path / "made.json").unlink()  # then the tokens are read at start-up
+    with pytest.raises(ValueError, match=r"made has token id 300, but model\.vocab_size has 300 entries"):
+        _build(cache, paths=(str(tmp_path / "made"),), vocab=300)
+
+
 def test_the_recorded_tokenizer_may_be_gone(cache: Path, tmp_path: Path) -> None:
     model = tmp_path / "t.model"
     shutil.copy(prepare_demo(cache).tokenizer, model)
