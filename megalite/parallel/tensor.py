@@ -18,7 +18,7 @@ from megalite.mpu import Axis
 from megalite.parallel.collectives import gather_from, leave_parallel, reduce_from, reduce_scatter_sequence, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.random import normal_
-from megalite.parallel.shard import Cut, Segments, Shard, adjacent, even_cut, set_shard
+from megalite.parallel.shard import Cut, Segments, Shard, ShardedModule, adjacent, even_cut, set_shard
 from megalite.parallel.wgrad import WeightGradQueue
 
 __all__ = [
@@ -70,6 +70,11 @@ class _Linear(torch.autograd.Function):
     enter "none": x is used as it is. "copy": x is whole on every rank, so dx is a partial sum and is all-reduced
     while the weight gradient is computed. "gather": x is cut along the sequence; it is gathered (again in backward,
     behind the dx GEMM) and dx is reduce-scattered behind the weight gradient.
+
+    The weight gradient is added to `main_grad` (or `grad`) here and never returned, so that it can be computed later
+    and in place. Every backward pass through the layer does so, whatever it was asked for: after
+    `torch.autograd.grad(loss, x)` the gradients hold a contribution, and `torch.autograd.grad(loss, weight)` finds
+    none. Freeze the weights (`requires_grad_(False)`), or work on a `copy.deepcopy`, where that is unwanted.
     """
 
     @staticmethod
@@ -161,7 +166,7 @@ class OutputPart:
         return even_cut(self.num_units, axis, self.unit)
 
 
-class _Part(nn.Module):
+class _Part(ShardedModule):
     """Weight [out_local, in] and bias [out_local] of one output part, as views of the layer's storage."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, cut: Cut, shape: tuple[int, int], replicas: Axis | None):
@@ -177,7 +182,7 @@ class _Part(nn.Module):
         raise AssertionError("call the fused layer, not one of its parts")
 
 
-class FusedColumnParallelLinear(nn.Module):
+class FusedColumnParallelLinear(ShardedModule):
     """Several column-parallel linears of one input (q, k, v; gate, up) as one GEMM over adjacent storage.
 
     Input [s, b, in] (or [s / tp, b, in] under sequence parallelism); output [s, b, sum of the parts' local features],
@@ -233,7 +238,7 @@ class FusedColumnParallelLinear(nn.Module):
         return f"parts={dict(zip(self._names, self.sizes, strict=True))} of {self.axis}"
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(ShardedModule):
     """What a column- and a row-parallel linear share: a weight cut over `axis` along one dim, and a bias."""
 
     def __init__(
@@ -366,7 +371,7 @@ def _add_rows(target: Tensor, ids: Tensor, rows: Tensor) -> None:
         target.index_add_(0, ids, rows)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedModule):
     """A table [vocab, hidden] cut by rows: rank r owns [r V // n, (r + 1) V // n), whether or not n divides V.
 
     ids [s, b] -> [s, b, hidden], or this rank's rows of the sequence [s / n, b, hidden] under sequence parallelism.
