@@ -2,6 +2,11 @@
 
 With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) a column-parallel layer gathers the sequence
 before its GEMM and a row-parallel one scatters it after; only the cut input is kept for the backward pass.
+
+A linear adds its weight gradient to `main_grad` (or `grad`, on a bare layer) and never returns it, so that it can be
+computed later and in place. Every backward pass through it does so, whatever was asked for: `torch.autograd.grad(loss,
+x)` leaves a contribution there too, and `torch.autograd.grad(loss, weight)` finds the weight unused. Where that is
+unwanted, freeze the weights (`requires_grad_(False)`) or work on a `copy.deepcopy`.
 """
 
 from __future__ import annotations
@@ -70,11 +75,6 @@ class _Linear(torch.autograd.Function):
     enter "none": x is used as it is. "copy": x is whole on every rank, so dx is a partial sum and is all-reduced
     while the weight gradient is computed. "gather": x is cut along the sequence; it is gathered (again in backward,
     behind the dx GEMM) and dx is reduce-scattered behind the weight gradient.
-
-    The weight gradient is added to `main_grad` (or `grad`) here and never returned, so that it can be computed later
-    and in place. Every backward pass through the layer does so, whatever it was asked for: after
-    `torch.autograd.grad(loss, x)` the gradients hold a contribution, and `torch.autograd.grad(loss, weight)` finds
-    none. Freeze the weights (`requires_grad_(False)`), or work on a `copy.deepcopy`, where that is unwanted.
     """
 
     @staticmethod
