@@ -135,6 +135,25 @@ def test_a_signal_saves_and_the_run_goes_on(config: Path, tmp_path: Path) -> Non
     assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
 
 
+def test_a_run_that_cannot_do_what_it_is_asked_says_so_without_a_traceback(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "short"
+    looked = _run(1, config, run_dir, "--train.eval-only")
+    assert looked.returncode == 1 and "Traceback" not in looked.stderr, looked.stderr
+    assert "RunError: train.eval_only found no weights: give --train.resume auto, or a checkpoint" in looked.stderr
+    assert not run_dir.exists()
+    assert _run(1, config, run_dir, "--train.num-steps", "2").returncode == 0
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    resumed = _run(1, config, run_dir, "--train.num-steps", "1", "--train.resume", "auto")
+    assert resumed.returncode == 1 and "Traceback" not in resumed.stderr, resumed.stderr
+    assert "step_00000002 is at step 2, beyond train.num_steps=1" in resumed.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    manifest = run_dir / "checkpoints/step_00000002/manifest.json"
+    manifest.write_text("[" * 100_000)
+    damaged = _run(1, config, run_dir, "--train.resume", "auto")
+    assert damaged.returncode == 1 and "Traceback" not in damaged.stderr, damaged.stderr
+    assert "CheckpointError" in damaged.stderr and "manifest.json is damaged" in damaged.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

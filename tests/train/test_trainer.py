@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.train.callbacks import Callback, MetricsFiles, ProfilerTrace, TensorBoard
 from megalite.train.metrics import DETERMINISTIC_FIELDS, Meter, Speed, StepMetrics
 from megalite.train.run_folder import read_rows
-from megalite.train.trainer import NonFiniteError
+from megalite.train.trainer import NonFiniteError, RunError
 from tests.train.fakes import FakeTraining, Recorder, make_trainer
 
 
@@ -126,13 +126,13 @@ def test_resume_of_a_complete_run_trains_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", FakeTraining(), num_steps=5)
-    with pytest.raises(ValueError, match=r"at step 5, beyond train.num_steps=3"):
+    with pytest.raises(RunError, match=r"at step 5, beyond train.num_steps=3"):
         run(tmp_path / "run", FakeTraining(), num_steps=3, resume="auto")
     assert len(deterministic(tmp_path / "run")) == 5
 
 
 def test_evaluation_only_needs_weights_and_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="eval_only found no weights"):
+    with pytest.raises(RunError, match="eval_only found no weights"):
         run(tmp_path / "run", FakeTraining(), eval_only=True)
     assert not (tmp_path / "run").exists()
     run(tmp_path / "run", FakeTraining(), num_steps=4)
@@ -146,7 +146,7 @@ def test_no_validation_data_is_no_evaluation(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path / "run", FakeTraining(validation=None), num_steps=2, every=1, eval_every=1)
     assert outcome.validation_loss is None
     assert (tmp_path / "run/metrics.jsonl").exists() and not (tmp_path / "run/validation.jsonl").exists()
-    with pytest.raises(ValueError, match="eval_only found no validation data"):
+    with pytest.raises(RunError, match="eval_only found no validation data"):
         run(tmp_path / "run", FakeTraining(validation=None), eval_only=True, resume="auto")
 
 
