@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from megalite.data.indexed import IndexedWriter
 from megalite.pipeline.schedule import make_plan
 from tests.tiny import VOCAB
 
@@ -152,6 +154,17 @@ def test_a_run_that_cannot_do_what_it_is_asked_says_so_without_a_traceback(confi
     damaged = _run(1, config, run_dir, "--train.resume", "auto")
     assert damaged.returncode == 1 and "Traceback" not in damaged.stderr, damaged.stderr
     assert "CheckpointError" in damaged.stderr and "manifest.json is damaged" in damaged.stderr
+
+
+def test_tokens_that_are_not_what_their_side_file_says_end_the_run_plainly(config: Path, tmp_path: Path) -> None:
+    """The ids were exchanged after the largest one had been written down."""
+    with IndexedWriter(tmp_path / "stale", dtype="uint16", vocab_size=VOCAB) as writer:
+        writer.add_document(np.full(2000, 3))
+    np.full(2000, VOCAB + 9, dtype=np.uint16).tofile(tmp_path / "stale.bin")
+    options = ("--data.paths", str(tmp_path / "stale"), "--data.split", "1", "--train.eval-every", "0")
+    done = _run(1, config, tmp_path / "run", *options)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"FormatError: {tmp_path}/stale has token id {VOCAB + 9} in sample" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megalite.data.cache import build_once
 from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import demo_documents, prepare_demo
 from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed import IndexedDataset, IndexedWriter
+from megalite.data.indexed import FormatError, IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
 from megalite.data.tokenizer import load_tokenizer
 from tests.data.reference import prefix
@@ -195,7 +195,7 @@ def test_a_stale_side_file_does_not_hide_ids_beyond_the_vocabulary(cache: Path, 
     ids.tofile(tmp_path / "made.bin")
     datasets = _build(cache, paths=(str(tmp_path / "made"),), vocab=300)
     message = r"made has token id 300 in sample \d+, but the vocabulary has 257 entries; is it the right tokenizer\?"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FormatError, match=message):
         [datasets.train[i] for i in range(len(datasets.train))]
     (tmp_path / "made.json").unlink()  # then the tokens are read at start-up
     with pytest.raises(ValueError, match=r"made has token id 300, but model\.vocab_size has 300 entries"):
