@@ -205,9 +205,48 @@ def test_a_missing_file_is_named() -> None:
         load_config(["--config", "nowhere.yaml"])
 
 
-def test_a_malformed_option_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_wrong_value_on_the_command_line_is_reported_at_once(write) -> None:
+    words = ["--model.num-layers", "abc", "--optim.lr=fast", "--train.precision", "bf61", "--model.head-dim", "none"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", write("train: {seed: x}"), *words, "--train.num-steps", "1.5", "--tp", "2"])
+    text = str(caught.value)
+    assert len(caught.value.problems) == 7
+    for said in (
+        "train.seed='x' should be an integer",
+        "model.num_layers='abc' should be an integer",
+        "optim.lr='fast' should be a number",
+        "train.precision='bf61' should be one of fp32, bf16, fp16, fp64, fp8; did you mean bf16?",
+        "model.head_dim='none' should be an integer or null",
+        "train.num_steps='1.5' should be an integer",
+        "did you mean --parallel.tp?",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name", "meant"),
+    [
+        (["--model.head-dim", "None"], "model", "head_dim", None),
+        (["--model.head-dim=64"], "model", "head_dim", 64),
+        (["--train.seed", "-1"], "train", "seed", -1),
+        (["--optim.lr", "-1e-3"], "optim", "lr", -1e-3),
+        (["--optim.lr", "inf"], "optim", "lr", math.inf),
+        (["--train.precision", "fp64"], "train", "precision", "fp64"),
+        (["--train.run-dir", "17"], "train", "run_dir", "17"),
+        (["--train.run-dir", "a=b"], "train", "run_dir", "a=b"),
+        (["--data.blend", "1", "2.5"], "data", "blend", (1.0, 2.5)),
+        (["--train.profile-steps", "2", "3"], "train", "profile_steps", (2, 3)),
+        (["--parallel.layers-per-stage", "None"], "parallel", "layers_per_stage", None),
+    ],
+)
+def test_values_on_the_command_line(words: list[str], section: str, name: str, meant: object) -> None:
+    assert getattr(getattr(load_config(words), section), name) == meant
+
+
+@pytest.mark.parametrize("words", [["--model.num-layers"], ["--model.num-layers", "--train.seed", "1"]])
+def test_a_missing_option_value_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        load_config(["--model.num-layers", "abc"])
+        load_config(words)
     assert left.value.code == 2
     assert "num-layers" in capsys.readouterr().err
 

@@ -108,6 +108,27 @@ def convert(value: Any, hint: Any) -> Any:
     raise ValueError(f"should be {_describe(hint)}{_advice(value, hint)}")
 
 
+def check_word(word: str, hint: Any) -> None:
+    """Raises ValueError, as `convert` does, when a word of the command line is no number or choice as `hint` asks.
+
+    Text, lists and flags pass: the command line's parser knows what to make of their words.
+    """
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if not any(_may_mean(word, option) for option in options):
+        convert(word, hint)
+
+
+def _may_mean(word: str, hint: Any) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return word in map(str, typing.get_args(hint))
+    if hint is type(None):
+        return word == "None"
+    try:
+        return hint not in (int, float) or hint(word) is not None
+    except ValueError:
+        return False
+
+
 def _convert_union(value: Any, options: Sequence[Any]) -> Any:
     for option in options:
         try:
