@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.norm import LayerNorm
@@ -104,6 +105,20 @@ def test_a_copied_module_keeps_its_marks_and_has_gradients_of_its_own(adopted: b
 
 def test_a_copied_module_stays_on_its_axes(world: World) -> None:
     world.run(_check, True, layout=ParallelConfig(tp=2))
+
+
+def test_a_copied_model_ties_its_own_weights() -> None:
+    config = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=11, tie_embeddings=True)
+    model = Transformer(config, ParallelState.single())
+    assert model.embedding is not None and model.head is not None
+    model.head.weight = model.embedding.weight
+    name_parameters(model)
+    copied = copy.deepcopy(model)
+    assert copied.embedding is not None and copied.head is not None
+    assert copied.head.weight is copied.embedding.weight is not model.embedding.weight
+    assert [shard_of(p) for p in copied.parameters()] == [shard_of(p) for p in model.parameters()]
+    assert {id(m.queue) for m in copied.modules() if hasattr(m, "queue")} == {id(copied.queue)}
+    assert copied.mpu is model.mpu
 
 
 def test_a_layer_is_copied_alone() -> None:
