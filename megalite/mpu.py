@@ -145,6 +145,9 @@ class Axis:
         self.stats = AxisStats()
         self.last_call = last_call if last_call is not None else LastCall()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a place: the copy of a layer stays where the layer is
+
     def __repr__(self) -> str:
         return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {_compact(self.ranks)})"
 
@@ -352,6 +355,9 @@ class ParallelState:
     embd: Axis
     replica: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
+        return self  # as its axes
 
     @staticmethod
     def single() -> ParallelState:

@@ -5,10 +5,11 @@ A layer that cuts a parameter sets `param.shard`; nothing else marks tensors.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +135,24 @@ def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter
     return [sorted(group, key=lambda p: p.storage_offset()) for group in groups.values()]
 
 
+class ShardedModule(nn.Module):
+    """Base of layers that hold marked parameters: `copy.deepcopy` keeps the marks, and neighbours in memory adjacent.
+
+    torch copies the values of a parameter and drops its attributes. A copy has no gradients, main or other, and
+    shares the axes of the original.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for group in storage_groups([p for p in self.parameters() if id(p) not in memo]):
+            for old, new in zip(group, _side_by_side(group, group[0].device, group[0].dtype), strict=True):
+                memo[id(old)] = new
+                new.data.copy_(old.data)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
 def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Gives every meta parameter of `module` memory in `dtype` on `device`, every buffer in at least float32.
 
@@ -141,12 +160,7 @@ def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     """
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for group in storage_groups([p for p in module.parameters() if p.is_meta]):
-        memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
-        offset = 0
-        for old in group:
-            data = memory[offset : offset + old.numel()].view(old.shape)
-            fresh[old] = set_shard(nn.Parameter(data, requires_grad=old.requires_grad), shard_of(old))
-            offset += old.numel()
+        fresh.update(zip(group, _side_by_side(group, device, dtype), strict=True))
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and parameter in fresh:
@@ -156,6 +170,17 @@ def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
                 child._buffers[name] = torch.zeros_like(
                     buffer, device=device, dtype=torch.promote_types(dtype, torch.float32)
                 )
+
+
+def _side_by_side(group: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+    """New parameters of zeros with the shapes and marks of `group`, in one storage in this order."""
+    memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
+    parts = memory.split([p.numel() for p in group])
+    new = [nn.Parameter(part.view(p.shape), p.requires_grad) for part, p in zip(parts, group, strict=True)]
+    for parameter, old in zip(new, group, strict=True):
+        if getattr(old, "shard", None) is not None:
+            set_shard(parameter, shard_of(old))
+    return new
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
