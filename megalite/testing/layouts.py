@@ -179,7 +179,7 @@ def _compare(
                 report.difference[key] = _finite(value - float(reference.get_tensor(key)))
                 report.elements[key] = 1
             for parameter, grad in _parameters(training):
-                owned = mpu.dp_cp.rank == 0 and shard_of(parameter).is_owner(mpu)
+                owned = shard_of(parameter).is_saver(mpu)
                 for kind, local in (("grads", grad), ("weights", parameter.detach())):
                     key = f"{label}/{kind}/{_name(parameter)}"
                     difference = _difference(shard_of(parameter), local, reference.get_slice(key))
