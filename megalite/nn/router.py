@@ -138,9 +138,7 @@ class Router(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         x, jitter = x.to(wide), self.config.router_jitter
         if jitter and context.training:
-            key = dropout_key(
-                context.seed, context.batch.step, layer_site(self.layer, Site.ROUTER_JITTER), x.device
-            )
+            key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ROUTER_JITTER), x.device)
             index = self._rows_here(context.batch.token_index)
             assert index is not None
             x = x * (1.0 - jitter + 2.0 * jitter * uniform(key, index, x.shape[-1], wide))
@@ -182,7 +180,7 @@ class Router(nn.Module):
         if config.num_expert_groups == 1:
             return scores
         grouped = scores.unflatten(-1, (config.num_expert_groups, -1))
-        best = grouped.sort(-1, descending=True, stable=True).values[..., : config.top_k // config.top_k_groups]
+        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : config.top_k // config.top_k_groups]
         groups = _top_k(best.sum(-1), config.top_k_groups)
         return grouped.masked_fill(~groups[..., None], -math.inf).flatten(-2)
 
@@ -244,7 +242,9 @@ class Router(nn.Module):
             tally.extra[2] = aux.detach()
             if not config.router_z_loss:
                 return aux
-            z = _masked(logits.logsumexp(-1).square(), weight).sum() * (config.router_z_loss / max(totals.num_tokens, 1))
+            z = _masked(logits.logsumexp(-1).square(), weight).sum() * (
+                config.router_z_loss / max(totals.num_tokens, 1)
+            )
             tally.extra[3] = z.detach()
             return aux + z
 
@@ -278,13 +278,15 @@ class Router(nn.Module):
         scale = factor / (batch.totals.num_rows * config.top_k) / lengths.clamp(min=1).to(probs.dtype).square()
         return (scale[:, None] * counts * probs).sum()
 
-    @torch.no_grad()
-    def move(self, tokens: Tensor) -> None:
-        """After an optimizer step with these choices (float64 [num_experts], all ranks' and micro-batches')."""
+    def see(self, tokens: Tensor) -> None:
+        """Takes the fractions of these choices, float64 [num_experts], of all ranks and micro-batches."""
         total = tokens.sum()
+        self.fractions.copy_(torch.where(total > 0, tokens / total.clamp(min=1), self.fractions))
+
+    def rebalance(self, tokens: Tensor) -> None:
+        """Makes experts with less than the mean of these choices more likely, and the others less."""
         if self.config.expert_bias:
             self.expert_bias += self.config.expert_bias_rate * torch.sign(tokens.mean() - tokens).to(self.expert_bias)
-        self.fractions.copy_(torch.where(total > 0, tokens / total.clamp(min=1), self.fractions))
 
 
 def _masked(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -296,13 +298,13 @@ def _masked(x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
     """bool: the k largest of the last dim; of equal ones the first (torch.topk promises no order)."""
-    order = scores.sort(-1, descending=True, stable=True).indices[..., :k]
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
 
 def _first_places(priority: Tensor, places: int) -> Tensor:
     """bool [s, b, num_experts]: for each row and expert the `places` tokens of highest priority, -inf never."""
-    order = priority.sort(0, descending=True, stable=True).indices[:places]
+    order = priority.sort(dim=0, descending=True, stable=True).indices[:places]
     chosen = torch.zeros_like(priority, dtype=torch.bool).scatter_(0, order, True)
     return chosen & (priority > -math.inf)
 
@@ -349,10 +351,13 @@ class RouterLoads:
 
 
 @torch.no_grad()
-def finish_step(routers: Sequence[Router], config: ModelConfig, mpu: ParallelState, *, updated: bool) -> RouterLoads:
+def finish_step(
+    routers: Sequence[Router], config: ModelConfig, mpu: ParallelState, *, updated: bool, survey: bool = False
+) -> RouterLoads:
     """Sums what all routers counted in the step, and moves their buffers if the weights moved; on every rank.
 
-    routers: those of this rank's stages. The counts of a pipeline's two copies of a stage (dualpipe) add up, too.
+    routers: those of this rank's stages. The counts of a pipeline's two copies of a stage (dualpipe) add up, too. After
+    a `survey`, a forward pass for its counts alone, only the fractions move.
     """
     layers = tuple(layer for layer in range(config.num_layers) if config.is_moe_layer(layer))
     width = config.num_experts + len(EXTRA)
@@ -365,9 +370,12 @@ def finish_step(routers: Sequence[Router], config: ModelConfig, mpu: ParallelSta
     tokens_over = mpu.tp_dp_cp if tokens_are_cut(mpu) else mpu.dp_cp
     board = mpu.pp.all_reduce(tokens_over.all_reduce(board))
     loads = RouterLoads(layers, board[:, : config.num_experts], board[:, config.num_experts :])
-    if updated:
-        for router in routers:
-            router.move(loads.tokens[layers.index(router.layer)])
+    for router in routers:
+        tokens = loads.tokens[layers.index(router.layer)]
+        if updated or survey:
+            router.see(tokens)
+        if updated:
+            router.rebalance(tokens)
     return loads
 
 

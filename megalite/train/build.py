@@ -16,6 +16,7 @@ from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.nn.router import Router
 from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel
@@ -148,6 +149,8 @@ def build_training(
         validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,
         datasets=datasets,
         num_steps=config.train.num_steps,
+        model=config.model,
+        routers=[module for stage in stages.values() for module in stage.modules() if isinstance(module, Router)],
     )
 
 
