@@ -38,7 +38,7 @@ def _fused(parts: Sequence[Tensor]) -> Tensor:
     return whole if whole is not None else torch.cat(list(parts))
 
 
-def _main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
+def main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
     """Where each weight gradient accumulates: `main_grad` under data parallelism, `grad` on a bare layer."""
     grads = []
     for weight in weights:
@@ -54,14 +54,14 @@ def _main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
 def _accumulate(weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor) -> None:
     """Adds dy^T x to the gradients of the weights whose outputs stand side by side in `dy`, but for frozen ones."""
     learning = all(weight.requires_grad for weight in weights)
-    grads = _main_grads(weights) if learning else []
+    grads = main_grads(weights) if learning else []
     whole = adjacent(grads) if learning else None
     if whole is not None:
         accumulate_weight_grad(whole, dy, x)
         return
     for weight, part in zip(weights, dy.split([w.shape[0] for w in weights], dim=-1), strict=True):
         if weight.requires_grad:
-            accumulate_weight_grad(_main_grads([weight])[0], part, x)
+            accumulate_weight_grad(main_grads([weight])[0], part, x)
 
 
 class _Linear(torch.autograd.Function):
