@@ -327,6 +327,7 @@ def _compact(ranks: Sequence[int]) -> str:
 _AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp",), "ep": ("ep",), "etp": ("etp",), "edp": ("edp",),
     "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"), "tp_dp_cp": ("tp", "dp", "cp"), "tp_pp": ("tp", "pp"),
+    "etp_ep": ("etp", "ep"),
 }  # fmt: skip
 
 
@@ -335,7 +336,8 @@ class ParallelState:
     """This rank's place on every axis; built once and passed down.
 
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed; tp_cp and tp_dp_cp
-    cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the model (with cp = 1);
+    cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the dense model (with cp = 1),
+    etp_ep one of a stage's experts;
     embd joins the first and the last stage; replica joins the two ranks of a pipeline that hold the same stages under a
     bidirectional schedule; world is everyone in the layout.
     """
@@ -355,6 +357,7 @@ class ParallelState:
     tp_cp: Axis
     tp_dp_cp: Axis
     tp_pp: Axis
+    etp_ep: Axis
     embd: Axis
     replica: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)

@@ -275,8 +275,8 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
     [
         ({"parallel": {"tp": 3}}, 4, "world size 4 is not divisible"),
         ({"parallel": {"cp": 2}}, 2, "context parallelism is not built"),
-        ({"parallel": {"ep": 2}}, 2, "expert parallelism is not built"),
-        ({"parallel": {"etp": 2}}, 2, "expert-tensor parallelism is not built"),
+        ({"parallel": {"ep": 2}}, 2, "parallel.ep=2 needs experts: set model.num_experts, or ep=1"),
+        ({"parallel": {"etp": 2}}, 2, "parallel.etp=2 needs experts: set model.num_experts, or etp=1"),
         ({"parallel": {"pp": 2, "layers_per_stage": (3, 4)}}, 2, "adds up to 7, but num_layers=8"),
         ({"parallel": {"pp": 3, "layers_per_stage": (4, 0, 4)}}, 3, "leaves stage 1 without parameters"),
         ({"parallel": {"pp": 2, "layers_per_stage": (8,)}}, 2, "has 1 entries for 2 stages"),

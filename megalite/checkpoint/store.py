@@ -151,10 +151,8 @@ def complete(root: Path) -> list[Path]:
 
 
 def _to_store(tensors: Tensors, mpu: ParallelState) -> list[Held]:
-    """The rectangles that this rank stores: each has one owner."""
-    if mpu.dp_cp.rank != 0:
-        return []  # the other model copies hold the same
-    return [piece for piece in held(tensors) if piece.shard.is_owner(mpu)]
+    """The rectangles that this rank stores: each is stored once."""
+    return [piece for piece in held(tensors) if piece.shard.is_saver(mpu)]
 
 
 def _prepare(root: Path, fresh: Path, size: int) -> None:

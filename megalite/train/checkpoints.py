@@ -12,7 +12,7 @@ from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
-from megalite.parallel.shard import Shard
+from megalite.parallel.shard import Shard, buffer_tensors
 from megalite.train.config import TrainConfig
 from megalite.train.step import Training
 
@@ -123,8 +123,9 @@ class RunCheckpoints:
         return self._training.mpu
 
     def _tensors(self) -> Tensors:
-        """Parameters of all stages, then what the optimizer keeps of them; views of the live state."""
+        """Parameters and buffers of all stages, then what the optimizer keeps of them; views of the live state."""
         parts = [part.state_tensors() for part in self._training.data_parallels.values()]
+        parts += [buffer_tensors(stage) for stage in self._training.stages.values()]
         parts.append(self._training.optimizer.state_tensors())
         tensors: dict[str, list[tuple[Shard, Any]]] = {}
         for part in parts:
