@@ -1,4 +1,4 @@
-"""Hugging Face's own models in float64: what they compute in float32, whatever the dtype of the model, is raised too."""
+"""Hugging Face's own models in float64, with what they compute in float32, whatever the dtype of the model."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def fill(module: torch.nn.Module, seed: int = 0, std: float = 0.3) -> None:
         parameter.copy_(noise * std + (1.0 if parameter.dim() == 1 else 0.0))
 
 
-def assert_equal(ours: Tensor, theirs: Tensor, name: str = "") -> None:
-    """Equal to 1e-10 of the largest element."""
+def assert_equal(ours: Tensor | None, theirs: Tensor | None, name: str = "") -> None:
+    """Equal to 1e-10 of the largest element; a gradient that is missing is equal to none."""
+    assert ours is not None and theirs is not None, f"{name}: nothing to compare"
     assert ours.shape == theirs.shape, f"{name}: {tuple(ours.shape)} and {tuple(theirs.shape)}"
     assert ours.dtype == theirs.dtype == torch.float64, f"{name}: {ours.dtype} and {theirs.dtype}"
     ours, theirs = ours.detach(), theirs.detach()

@@ -99,7 +99,9 @@ class ParallelAttention(nn.Module):
         backend = resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0])
         return self._mix(qkv, backend, dropout, context.rope)
 
-    def _mix(self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
+    def _mix(
+        self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
+    ) -> Tensor:
         return packed_attention(
             qkv,
             head_dim=self.head_size,
@@ -122,7 +124,9 @@ class QKNormAttention(ParallelAttention):
         self.q_norm = HeadNorm(config, mpu)
         self.k_norm = HeadNorm(config, mpu)
 
-    def _mix(self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
+    def _mix(
+        self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
+    ) -> Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in qkv.split(self.qkv.sizes, -1))
         q, k = self.q_norm(q), self.k_norm(k)
         return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)

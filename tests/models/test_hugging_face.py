@@ -56,14 +56,15 @@ def peer(name: str) -> nn.Module:
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "experts_implementation": "eager",
         "norm_topk_prob": True,
     }  # fmt: skip
+    qwen3: dict[str, Any] = {"head_dim": 10}
     kinds = ["full_attention" if model.is_attention_layer(i) else "conv" for i in range(model.num_layers)]
     with float64():
         if name == "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(head_dim=10, **common))
+            return Qwen3ForCausalLM(Qwen3Config(**qwen3, **common))
         if name == "lfm2":
             return Lfm2ForCausalLM(Lfm2Config(block_auto_adjust_ff_dim=False, layer_types=kinds, **common))
         if name == "qwen3-moe":
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=10, decoder_sparse_step=2, **common, **experts))
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(decoder_sparse_step=2, **qwen3, **common, **experts))
         return Lfm2MoeForCausalLM(Lfm2MoeConfig(num_dense_layers=2, layer_types=kinds, **common, **experts))
 
 
@@ -118,8 +119,8 @@ def ours_like(model: ModelConfig, reference: nn.Module) -> Transformer:
         for i in range(model.num_layers):
             if model.expert_bias and model.is_moe_layer(i):
                 bias = torch.linspace(-0.3, 0.3, model.num_experts, dtype=torch.float64).roll(i)
-                ours.get_submodule(f"layers.{i}.mlp.router").expert_bias.copy_(bias)
-                reference.get_submodule(f"model.layers.{i}.feed_forward").expert_bias.copy_(bias)
+                ours.get_buffer(f"layers.{i}.mlp.router.expert_bias").copy_(bias)
+                reference.get_buffer(f"model.layers.{i}.feed_forward.expert_bias").copy_(bias)
     return ours
 
 
@@ -143,5 +144,4 @@ def test_equals_the_model_of_hugging_face(name: str) -> None:
     wanted.backward()
     grads = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None, name
         assert_equal(parameter.grad, theirs(name, model, grads), name)

@@ -200,12 +200,11 @@ def test_equals_the_block_of_hugging_face(name: str) -> None:
         wanted.backward(dy.transpose(0, 1))
     y, bias = ours(x, context())
     y.backward(dy)
-    assert bias is None and x.grad is not None and x_theirs.grad is not None
+    assert bias is None and x.grad is not None
     assert_equal(y, wanted.transpose(0, 1), "output")
-    assert_equal(x.grad, x_theirs.grad.transpose(0, 1), "gradient of the input")
+    assert_equal(x.grad.transpose(0, 1), x_theirs.grad, "gradient of the input")
     grads = {key: parameter.grad for key, parameter in theirs.named_parameters() if parameter.grad is not None}
     for key, parameter in ours.named_parameters():
-        assert parameter.grad is not None, key
         assert_equal(parameter.grad, block.theirs(key, grads), key)
     assert len(grads) == len(list(ours.parameters()))
 

@@ -81,11 +81,11 @@ def test_equals_the_block_of_lfm2(mask: Tensor | None) -> None:
     dy = inputs().flip(0)
     y.backward(dy)
     wanted.backward(dy.transpose(0, 1))
-    assert x.grad is not None and x_theirs.grad is not None and ours.conv.grad is not None
-    assert_equal(x.grad, x_theirs.grad.transpose(0, 1), "input")
-    in_proj = torch.cat([ours.in_proj.part(name).weight.grad for name in "bcx"])  # type: ignore[misc]
-    assert_equal(in_proj, theirs.in_proj.weight.grad, "in_proj")
-    assert_equal(ours.conv.grad, theirs.conv.weight.grad.squeeze(1), "conv")
+    assert x.grad is not None and ours.conv.grad is not None and theirs.in_proj.weight.grad is not None
+    assert_equal(x.grad.transpose(0, 1), x_theirs.grad, "input")
+    for name, grad in zip("bcx", theirs.in_proj.weight.grad.chunk(3), strict=True):
+        assert_equal(ours.in_proj.part(name).weight.grad, grad, name)
+    assert_equal(ours.conv.grad[:, None], theirs.conv.weight.grad, "conv")
     assert_equal(ours.proj.weight.grad, theirs.out_proj.weight.grad, "out_proj")
 
 
