@@ -135,8 +135,8 @@ def _fill(axis: Axes, panel: Panel, steps_per_bin: int, colours: ScalarMappable)
     last = bins * steps_per_bin + 0.5
     shares = np.maximum(log_share(panel.tokens), -2 * _DOUBLINGS)  # below the scale, for "no token"
     axis.imshow(
-        shares.T, cmap=colours.get_cmap(), norm=colours.norm, aspect="auto", origin="lower", interpolation="nearest",
-        extent=(0.5, last, -0.5, experts - 0.5),
+        shares.T, cmap=colours.get_cmap(), vmin=-_DOUBLINGS, vmax=_DOUBLINGS, aspect="auto", origin="lower",
+        interpolation="nearest", extent=(0.5, last, -0.5, experts - 0.5),
     )  # fmt: skip
     axis.plot([last] * len(panel.dead), panel.dead, "<", color="black", markersize=4, clip_on=False)
     axis.set_title(panel.title, fontsize=8, pad=3)
