@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megalite.mpu import ParallelState
 from megalite.train.config import TrainConfig
 from megalite.train.failure import Watchdog
-from megalite.train.metrics import Speed, StepMetrics
+from megalite.train.metrics import RouterStats, Speed, StepMetrics
 from megalite.train.progress import ProgressView, loss_curve, step_line
 from megalite.train.run_folder import JsonLines, RunFolder, read_rows
 
@@ -105,6 +105,15 @@ class TensorBoard(Callback):
         if metrics.mfu is not None:
             self._add("speed/mfu", metrics.mfu, metrics.step)
         self._add("memory/peak_mb", metrics.peak_memory_mb, metrics.step)
+        if metrics.moe is not None:
+            self._add_routers(metrics.moe, metrics.step)
+
+    def _add_routers(self, stats: RouterStats, step: int) -> None:
+        for name, value in (("aux_loss", stats.aux_loss), ("z_loss", stats.z_loss), ("drop_rate", stats.drop_rate)):
+            self._add(f"moe/{name}", value, step)
+        for layer, violation, entropy in zip(stats.layers, stats.max_violation, stats.entropy, strict=True):
+            self._add(f"moe_max_violation/layer_{layer:03d}", violation, step)
+            self._add(f"moe_entropy/layer_{layer:03d}", entropy, step)
 
     def after_evaluation(self, step: int, loss: float) -> None:
         """Adds the validation loss."""
