@@ -106,8 +106,8 @@ class Router(nn.Module):
             self.bias = set_shard(
                 nn.Parameter(torch.zeros(experts)), Shard("bias", (experts,), partial=partial, decay=False)
             )
-        self.register_buffer("expert_bias", torch.zeros(experts))
-        self.register_buffer("fractions", torch.full((experts,), 1.0 / experts))
+        for name, value in (("expert_bias", 0.0), ("fractions", 1.0 / experts)):
+            self.register_buffer(name, set_shard(torch.full((experts,), value), Shard(name, (experts,))))
         self.tallies: dict[int, RouterTally] = {}
         init_unless_meta(self)
 
