@@ -37,6 +37,8 @@ class ParallelConfig:
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, zb_v, v_half, v_min,
     dualpipe_v, dualpipe, or csv:FILE with a plan of your own."""
+    group_size: int | None = None
+    """Micro-batches that the interleaved schedule sends through one model chunk before the next; by default pp."""
     zero: int = 0
     """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
     cp_mode: str = "ring"
@@ -44,7 +46,10 @@ class ParallelConfig:
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the rank numbering, the fastest first; the axis with the most traffic belongs first."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; by default stages are balanced by their matmul cost."""
+    """Layers of each pipeline stage; by default stages are balanced, as partition says."""
+    partition: str = "cost"
+    """What is balanced over the stages: cost (of their matmuls), parameters, or measured:RUN_DIR, the times that a run
+    of this model with train.trace_pipeline took."""
 
     def data_parallel_size(self, world_size: int) -> int:
         """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""

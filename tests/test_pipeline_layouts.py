@@ -154,6 +154,8 @@ def test_schedule_full_table(row: Row, tokens: str, tmp_path: Path, world: World
         ("pp2v3:zb_v", "parallel.vpp=3 must be 1 or 2"),
         ("pp4v2:zb_h2", "parallel.vpp=2 must be 1"),
         ("pp2:zb_w", "did you mean zb_v?"),
+        ("pp4v2g1:interleaved", "group_size=1 deadlocks with 4 ranks, 8 .* nearest sizes that will do: 4"),
+        ("pp2g4:1f1b", r"parallel\.group_size=4 is for the interleaved schedule"),
         ("pp4v4:interleaved", "num_layers=8 is too few for 16 pipeline stages"),
     ],
 )
@@ -164,6 +166,16 @@ def test_what_has_no_plan_is_refused_at_once(layout: str, message: str, tokens: 
     with pytest.raises(ConfigError, match=message) as error:
         check(parsed.apply(config), parsed.num_ranks)
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["pp2v2g4:interleaved+mbs2", "pp2v3g5:interleaved+mbs1+tp2"])
+def test_group_size_is_a_deployment_detail(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("tied-llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    parsed = parse_layout(layout)
+    check(parsed.apply(config), parsed.num_ranks)
+    (difference,) = prove_layouts(config, [parsed], world, tmp_path)
+    assert difference.passed, difference.first_diff
 
 
 def _copies(mpu: ParallelState, config: Config) -> dict[str, list[Tensor]]:

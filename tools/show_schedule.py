@@ -26,6 +26,7 @@ from rich.table import Table
 
 from megalite.pipeline.draw import Timeline, gantt, measured, measured_costs, simulated, svg
 from megalite.pipeline.lower import lower
+from megalite.pipeline.measured import TRACE
 from megalite.pipeline.plan import Plan, PlanError
 from megalite.pipeline.schedule import SCHEDULES, make_plan, write_csv
 from megalite.pipeline.simulate import FB, Costs, Simulation, simulate
@@ -178,8 +179,10 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     rows, refused = [], {}
     for schedule in SCHEDULES:
         num_chunks = _num_chunks(schedule, arguments.vpp if schedule in LOOPED else None)
+        group_size = arguments.group_size if schedule == "interleaved" else None
+        sizes = arguments.pp, arguments.num_microbatches, num_chunks
         try:
-            plan = make_plan(schedule, arguments.pp, arguments.num_microbatches, num_chunks, costs=arguments.costs)
+            plan = make_plan(schedule, *sizes, costs=arguments.costs, group_size=group_size)
         except PlanError as error:
             refused[schedule] = str(error)
             continue
@@ -231,7 +234,7 @@ def _verdict(rows: Sequence[_Row], best: _Row | None, memory: Fraction | int) ->
 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> None:
-    trace = arguments.measured / "pipeline_trace.jsonl"
+    trace = arguments.measured / TRACE
     if not trace.is_file():
         raise PlanError(f"{trace} does not exist: was the run made with train.trace_pipeline?")
     plan = _plan_of_run(arguments, trace)
@@ -253,12 +256,15 @@ def _plan_of_run(arguments: argparse.Namespace, trace: Path) -> Plan:
     rows = [json.loads(line)["action"] for line in trace.read_text().splitlines()]
     num_microbatches = 1 + max((int(action.split(".")[1]) for action in rows), default=0)
     schedule = arguments.schedule or config.get("schedule", "1f1b")
+    group_size = arguments.group_size
+    if group_size is None and arguments.schedule is None:
+        group_size = config.get("group_size")
     return make_plan(
         schedule,
         arguments.pp or config.get("pp", 1),
         arguments.num_microbatches or num_microbatches,
         arguments.vpp or config.get("vpp", 1),
-        group_size=arguments.group_size,
+        group_size=group_size,
     )
 
 
