@@ -12,8 +12,6 @@ from dataclasses import dataclass
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
-BIDIRECTIONAL = ("dualpipe",)
-"""Schedules under which ranks r and pp - 1 - r of a pipeline hold the same stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +48,11 @@ class ParallelConfig:
     partition: str = "cost"
     """What is balanced over the stages: cost (of their matmuls), parameters, or measured:RUN_DIR, the times that a run
     of this model with train.trace_pipeline took."""
+
+    @property
+    def may_hold_copies(self) -> bool:
+        """Whether ranks r and pp - 1 - r of a pipeline may hold the same stages: of a plan in a file, it says which."""
+        return self.schedule == "dualpipe" or self.schedule.startswith("csv:")
 
     def data_parallel_size(self, world_size: int) -> int:
         """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""

@@ -10,7 +10,7 @@ from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
-from megalite.mpu import BIDIRECTIONAL, RankGrid
+from megalite.mpu import RankGrid
 from megalite.nn.config import ModelConfig
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
@@ -213,11 +213,6 @@ def _plan(config: Config, dp: int | None) -> Plan | None:
 def _end_problems(config: Config, plan: Plan) -> list[str]:
     """Whether tied weights at both ends of the model can be summed, and an update may come before the global norm."""
     ends = {plan.placement[0], plan.placement[plan.num_stages - 1]}
-    if plan.num_chains > 1 and config.parallel.schedule not in BIDIRECTIONAL:
-        return [
-            f"{plan.name} has {plan.num_chains} chains, copies of the model on several ranks, whose gradients only"
-            f" parallel.schedule={BIDIRECTIONAL[0]} sums; a plan of your own can have one chain"
-        ]
     if config.optim.post_validation and plan.num_chains > 1:
         return [f"optim.post_validation=true: under {plan.name} ranks share weights, and meet before the update anyway"]
     if config.optim.post_validation and config.model.tie_embeddings and len(ends) > 1:

@@ -119,7 +119,13 @@ def build_training(
     layers = stage_layers(config.model, config.parallel, plan)
     stages = build_stages(config, mpu, plan, layers, device)
     data_parallels = {
-        i: DataParallel(stage.units(), mpu, queue=stage.queue, reduce_dtype=_reduce_dtype(config.train))
+        i: DataParallel(
+            stage.units(),
+            mpu,
+            queue=stage.queue,
+            reduce_dtype=_reduce_dtype(config.train),
+            copied=plan.num_chains > 1,
+        )
         for i, stage in stages.items()
     }
     return Training(
