@@ -26,7 +26,7 @@ from megalite.testing.layouts import prove_layouts
 from megalite.testing.trace import Entered, check_same_order, record_collectives
 from megalite.testing.world import World
 from megalite.train.build import build_training
-from megalite.train.step import train_step
+from megalite.train.step import evaluate, train_step
 from tests.tiny import config_for
 
 CHUNKS = {"interleaved": 2, "looped_bfs": 2, "interleaved_zb": 2}
@@ -166,6 +166,32 @@ def test_what_has_no_plan_is_refused_at_once(layout: str, message: str, tokens: 
     with pytest.raises(ConfigError, match=message) as error:
         check(parsed.apply(config), parsed.num_ranks)
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers_per_stage"),
+    [
+        ("pp1:zb_v+mbs2", (0, 8)),
+        ("pp1v3:interleaved_zb+mbs4+dp2", None),
+        ("pp1:dualpipe_v+mbs4+tp2", None),
+        ("pp3:zb_v+mbs16", None),  # a single micro-batch
+        ("pp3:v_min+mbs2+recompute:full", (0, 2, 2, 2, 2, 0)),
+        ("pp3v2:looped_bfs+mbs1", (1, 1, 3, 1, 2, 0)),
+        ("pp2:dualpipe+mbs4+recompute:full", (0, 8)),
+        ("pp2:v_half+mbs4+dp2+recompute:full", (0, 4, 4, 0)),
+    ],
+)
+def test_corners(
+    layout: str, layers_per_stage: tuple[int, ...] | None, tokens: str, tmp_path: Path, world: World
+) -> None:
+    """Odd sizes, a pipeline of one rank, ends without layers; weights are tied."""
+    config = config_for("tied-llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    place = parse_layout(layout)
+    place = dataclasses.replace(place, parallel=dataclasses.replace(place.parallel, layers_per_stage=layers_per_stage))
+    check(place.apply(config), place.num_ranks)
+    (difference,) = prove_layouts(config, [place], world, tmp_path)
+    assert difference.passed, difference.first_diff
 
 
 @pytest.mark.parametrize("layout", ["pp2v2g4:interleaved+mbs2", "pp2v3g5:interleaved+mbs1+tp2"])
@@ -321,6 +347,29 @@ def test_a_plan_of_ones_own_must_fit(tokens: str, tmp_path: Path) -> None:
         check(parse_layout(f"pp2:csv:{file}+mbs4").apply(config), 2)
     with pytest.raises(ConfigError, match="cannot be read"):
         check(parse_layout(f"pp2:csv:{tmp_path}/nowhere.csv").apply(config), 2)
+
+
+def _evaluated(mpu: ParallelState, config: Config) -> float:
+    """The validation loss after a step."""
+    training = build_training(config, mpu, torch.device("cpu"))
+    train_step(training, 0)
+    training.validation = training.batches
+    return evaluate(training, 2)
+
+
+@pytest.mark.parametrize("model", ["llama", "tied-llama"])
+def test_every_schedule_evaluates_the_same(model: str, tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for(model, tokens, tmp_path, precision="fp64")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    losses = {}
+    for schedule in ("single", *SCHEDULES):
+        chunks = f"v{CHUNKS[schedule]}" if schedule in CHUNKS else ""
+        place = parse_layout("single" if schedule == "single" else f"pp2{chunks}:{schedule}")
+        applied = place.apply(config)
+        found = world.run(_evaluated, applied, layout=place.parallel, ranks=place.num_ranks)
+        assert len(set(found)) == 1, schedule
+        losses[schedule] = found[0]
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["single"]), rel=1e-12)
 
 
 def _order(mpu: ParallelState, config: Config) -> list[Entered]:
