@@ -194,6 +194,22 @@ def test_corners(
     assert difference.passed, difference.first_diff
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["pp2", "pp4:zb_h1+mbs4", "pp2:zb_v+mbs4"])
+def test_a_large_vocabulary_leaves_no_rank_without_work(
+    layout: str, tied: bool, tokens: str, tmp_path: Path, world: World
+) -> None:
+    """The head outweighs the two layers by far: ends without layers, and no rank without parameters."""
+    config = config_for("llama", tokens, tmp_path)
+    model = dataclasses.replace(
+        config.model, num_layers=2, hidden_size=16, num_heads=4, vocab_size=3001, tie_embeddings=tied
+    )
+    config = dataclasses.replace(config, model=model)
+    check(parse_layout(layout).apply(config), parse_layout(layout).num_ranks)
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path)
+    assert difference.passed, difference.first_diff
+
+
 @pytest.mark.parametrize("layout", ["pp2v2g4:interleaved+mbs2", "pp2v3g5:interleaved+mbs1+tp2"])
 def test_group_size_is_a_deployment_detail(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
     config = config_for("tied-llama", tokens, tmp_path)
