@@ -54,6 +54,8 @@ def test_an_unnamed_dp_is_the_least_that_fits(text: str, ranks: int) -> None:
         ("tp0", "at least 1"),
         ("pp2v0", "at least 1"),
         ("tp2v2", "only pp takes"),
+        ("tp2g2", "only pp takes"),
+        ("pp2v2g0:interleaved", "at least 1"),
         ("dp2:ring", "only pp and cp"),
         ("tp2++pp2", "not a part"),
         ("", "not a part"),
@@ -74,7 +76,8 @@ SIZE = st.sampled_from([1, 2, 3, 4, 8])
     st.builds(
         ParallelConfig,
         tp=SIZE, pp=SIZE, cp=SIZE, ep=SIZE, etp=SIZE, vpp=SIZE, sequence_parallel=st.booleans(),
-        schedule=st.sampled_from(["1f1b", "gpipe", "zb_v"]), zero=st.integers(0, 3),
+        schedule=st.sampled_from(["1f1b", "gpipe", "zb_v"]), group_size=st.sampled_from([None, 3, 8]),
+        zero=st.integers(0, 3),
         cp_mode=st.sampled_from(["ring", "ulysses"]),
     ),
     SIZE,
