@@ -13,8 +13,6 @@ from typing import Literal
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
-BIDIRECTIONAL = ("dualpipe",)
-"""Schedules under which ranks r and pp - 1 - r of a pipeline hold the same stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +43,8 @@ class ParallelConfig:
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, zb_v, v_half, v_min,
     dualpipe_v, dualpipe, or csv:FILE with a plan of your own."""
+    group_size: int | None = None
+    """Micro-batches that the interleaved schedule sends through one model chunk before the next; by default pp."""
     zero: int = 0
     """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
     cp_mode: str = "ring"
@@ -52,7 +52,15 @@ class ParallelConfig:
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the rank numbering, the fastest first; the axis with the most traffic belongs first."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; by default stages are balanced by their matmul cost."""
+    """Layers of each pipeline stage; by default stages are balanced, as partition says."""
+    partition: str = "cost"
+    """What is balanced over the stages: cost (of their matmuls), parameters, or measured:RUN_DIR, the times that a run
+    of this model with train.trace_pipeline took."""
+
+    @property
+    def may_hold_copies(self) -> bool:
+        """Whether ranks r and pp - 1 - r of a pipeline may hold the same stages: of a plan in a file, it says which."""
+        return self.schedule == "dualpipe" or self.schedule.startswith("csv:")
 
     def data_parallel_size(self, world_size: int) -> int:
         """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""

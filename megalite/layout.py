@@ -18,7 +18,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.mpu import ParallelConfig
 
-_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?::([a-z0-9_]+|csv:[^+]+))?")
+_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?:g(\d+))?(?::([a-z0-9_]+|csv:[^+]+))?")
 _PARTS = ("tp", "pp", "cp", "ep", "etp", "dp", "mbs", "zero", "sp", "recompute:", "offload:")
 _TAGS = {"pp": "schedule", "cp": "cp_mode", "ep": "expert_dispatch", "etp": "cut_expert_tokens"}
 _NODES = re.compile(r"hierarchical([1-9]\d*)")
@@ -91,14 +91,18 @@ def _parse_part(part: str, text: str) -> dict[str, Any]:
     found = _SIZE.fullmatch(part)
     if found is None:
         raise ValueError(f"layout {text!r}: {part!r} is not a part of a layout{_hint(part)}")
-    axis, size, chunks, tag = found[1], int(found[2]), found[3], found[4]
-    if (chunks and axis != "pp") or (tag and axis not in _TAGS):
-        raise ValueError(f"layout {text!r}: {part!r}: only pp takes v<chunks>, only {', '.join(_TAGS)} take :<name>")
-    if (size < 1 and axis != "zero") or chunks == "0":
+    axis, size, chunks, group, tag = found[1], int(found[2]), found[3], found[4], found[5]
+    if ((chunks or group) and axis != "pp") or (tag and axis not in _TAGS):
+        raise ValueError(
+            f"layout {text!r}: {part!r}: only pp takes v<chunks> and g<group size>, only {', '.join(_TAGS)} take :<name>"
+        )
+    if (size < 1 and axis != "zero") or 0 in (int(chunks or 1), int(group or 1)):
         raise ValueError(f"layout {text!r}: {part!r}: sizes are at least 1")
     values: dict[str, Any] = {"micro_batch_size" if axis == "mbs" else axis: size}
     if chunks:
         values["vpp"] = int(chunks)
+    if group:
+        values["group_size"] = int(group)
     if tag:
         values |= _tagged(axis, tag, part, text)
     return values
@@ -137,6 +141,7 @@ def format_layout(layout: Layout) -> str:
         return f"{name}{size}{tag}" if size > 1 or tag else ""
 
     chunks = f"v{parallel.vpp}" if parallel.vpp > 1 else ""
+    chunks += f"g{parallel.group_size}" if parallel.group_size is not None else ""
     schedule = f":{parallel.schedule}" if parallel.schedule != default.schedule else ""
     mode = f":{parallel.cp_mode}" if parallel.cp_mode != default.cp_mode else ""
     dispatch = parallel.expert_dispatch if parallel.expert_dispatch != default.expert_dispatch else ""

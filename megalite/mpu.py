@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.grid import BIDIRECTIONAL, ParallelConfig, RankGrid
+from megalite.grid import ParallelConfig, RankGrid
 
-__all__ = ["BIDIRECTIONAL", "Axis", "ParallelConfig", "ParallelState", "RankGrid"]
+__all__ = ["Axis", "ParallelConfig", "ParallelState", "RankGrid"]
 
 
 @dataclass
@@ -341,7 +341,7 @@ class ParallelState:
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed (experts': edp); tp_cp and
     tp_dp_cp cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the dense model
     (with cp = 1), etp_ep one of a stage's experts; embd joins the first and the last stage; replica joins the two ranks
-    of a pipeline that hold the same stages under a bidirectional schedule; world is everyone in the layout.
+    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout.
     """
 
     config: ParallelConfig
@@ -398,8 +398,7 @@ class ParallelState:
         axes = {"world": axis("world", range(len(layout)))}
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
-        mirrored = config.schedule in BIDIRECTIONAL
-        axes["replica"] = axis("replica", grid.mirror_members(me) if mirrored else (me,))
+        axes["replica"] = axis("replica", grid.mirror_members(me) if config.may_hold_copies else (me,))
         return ParallelState(config, grid, me, **axes, last_call=last_call)
 
     def blocks(self, axis: Axis, size: int) -> Axis:

@@ -26,7 +26,7 @@ from megalite.testing.layouts import prove_layouts
 from megalite.testing.trace import Entered, check_same_order, record_collectives
 from megalite.testing.world import World
 from megalite.train.build import build_training
-from megalite.train.step import train_step
+from megalite.train.step import evaluate, train_step
 from tests.tiny import config_for
 
 CHUNKS = {"interleaved": 2, "looped_bfs": 2, "interleaved_zb": 2}
@@ -154,6 +154,8 @@ def test_schedule_full_table(row: Row, tokens: str, tmp_path: Path, world: World
         ("pp2v3:zb_v", "parallel.vpp=3 must be 1 or 2"),
         ("pp4v2:zb_h2", "parallel.vpp=2 must be 1"),
         ("pp2:zb_w", "did you mean zb_v?"),
+        ("pp4v2g1:interleaved", "group_size=1 deadlocks with 4 ranks, 8 .* nearest sizes that will do: 4"),
+        ("pp2g4:1f1b", r"parallel\.group_size=4 is for the interleaved schedule"),
         ("pp4v4:interleaved", "num_layers=8 is too few for 16 pipeline stages"),
     ],
 )
@@ -164,6 +166,58 @@ def test_what_has_no_plan_is_refused_at_once(layout: str, message: str, tokens: 
     with pytest.raises(ConfigError, match=message) as error:
         check(parsed.apply(config), parsed.num_ranks)
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers_per_stage"),
+    [
+        ("pp1:zb_v+mbs2", (0, 8)),
+        ("pp1v3:interleaved_zb+mbs4+dp2", None),
+        ("pp1:dualpipe_v+mbs4+tp2", None),
+        ("pp3:zb_v+mbs16", None),  # a single micro-batch
+        ("pp3:v_min+mbs2+recompute:full", (0, 2, 2, 2, 2, 0)),
+        ("pp3v2:looped_bfs+mbs1", (1, 1, 3, 1, 2, 0)),
+        ("pp2:dualpipe+mbs4+recompute:full", (0, 8)),
+        ("pp2:v_half+mbs4+dp2+recompute:full", (0, 4, 4, 0)),
+    ],
+)
+def test_corners(
+    layout: str, layers_per_stage: tuple[int, ...] | None, tokens: str, tmp_path: Path, world: World
+) -> None:
+    """Odd sizes, a pipeline of one rank, ends without layers; weights are tied."""
+    config = config_for("tied-llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    place = parse_layout(layout)
+    place = dataclasses.replace(place, parallel=dataclasses.replace(place.parallel, layers_per_stage=layers_per_stage))
+    check(place.apply(config), place.num_ranks)
+    (difference,) = prove_layouts(config, [place], world, tmp_path)
+    assert difference.passed, difference.first_diff
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["pp2", "pp4:zb_h1+mbs4", "pp2:zb_v+mbs4"])
+def test_a_large_vocabulary_leaves_no_rank_without_work(
+    layout: str, tied: bool, tokens: str, tmp_path: Path, world: World
+) -> None:
+    """The head outweighs the two layers by far: ends without layers, and no rank without parameters."""
+    config = config_for("llama", tokens, tmp_path)
+    model = dataclasses.replace(
+        config.model, num_layers=2, hidden_size=16, num_heads=4, vocab_size=3001, tie_embeddings=tied
+    )
+    config = dataclasses.replace(config, model=model)
+    check(parse_layout(layout).apply(config), parse_layout(layout).num_ranks)
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path)
+    assert difference.passed, difference.first_diff
+
+
+@pytest.mark.parametrize("layout", ["pp2v2g4:interleaved+mbs2", "pp2v3g5:interleaved+mbs1+tp2"])
+def test_group_size_is_a_deployment_detail(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("tied-llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    parsed = parse_layout(layout)
+    check(parsed.apply(config), parsed.num_ranks)
+    (difference,) = prove_layouts(config, [parsed], world, tmp_path)
+    assert difference.passed, difference.first_diff
 
 
 def _copies(mpu: ParallelState, config: Config) -> dict[str, list[Tensor]]:
@@ -243,7 +297,7 @@ def test_how_a_batch_is_split_into_microbatches_is_a_deployment_detail(
 
 
 def _stepped(mpu: ParallelState, config: Config) -> list[Tensor]:
-    """What two AdamW steps leave on this rank; the guess fails where the gradient must be clipped."""
+    """The norms and what three AdamW steps leave on this rank."""
     training = build_training(config, mpu, torch.device("cpu"))
     norms = [train_step(training, step).grad_norm for step in range(3)]
     weights = [p.detach().clone() for d in training.data_parallels.values() for p in d.parameters]
@@ -281,23 +335,57 @@ def test_post_validation_is_refused_where_ranks_share_weights(
         check(config, 2)
 
 
-def test_a_plan_of_ones_own(tokens: str, tmp_path: Path, world: World) -> None:
-    """A CSV file: ZB-V's, as the library writes it."""
+@pytest.mark.parametrize(("model", "schedule"), [("tied-llama", "zb_v"), ("tied-llama", "dualpipe"), ("llama", "1f1b")])
+def test_a_plan_of_ones_own(model: str, schedule: str, tokens: str, tmp_path: Path, world: World) -> None:
+    """A CSV file as the library writes it gives the bits of the built-in plan, copies of stages included."""
     file = tmp_path / "mine.csv"
-    write_csv(make_plan("zb_v", 2, 8), file)
-    config = config_for("tied-llama", tokens, tmp_path)
+    write_csv(make_plan(schedule, 2, 8), file)
+    config = config_for(model, tokens, tmp_path)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
     layout = parse_layout(f"pp2:csv:{file}")
     check(layout.apply(config), 2)
     (difference,) = prove_layouts(config, [layout], world, tmp_path)
     assert difference.passed, difference.first_diff
+    found = []
+    for parallel in (layout.parallel, parse_layout(f"pp2:{schedule}").parallel):
+        config = dataclasses.replace(config, parallel=parallel)
+        found.append(world.run(_stepped, config, layout=parallel, ranks=2))
+    for mine, built_in in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, built_in, strict=True))
+
+
+def test_a_plan_of_ones_own_must_fit(tokens: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    write_csv(make_plan("zb_v", 2, 8), file)
+    config = config_for("tied-llama", tokens, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
     with pytest.raises(ConfigError, match="8 microbatches"):
         check(parse_layout(f"pp2:csv:{file}+mbs4").apply(config), 2)
-    write_csv(make_plan("dualpipe", 2, 8), file)
-    with pytest.raises(ConfigError, match=r"2 chains.*can have one chain"):
-        check(layout.apply(config), 2)
     with pytest.raises(ConfigError, match="cannot be read"):
         check(parse_layout(f"pp2:csv:{tmp_path}/nowhere.csv").apply(config), 2)
+
+
+def _evaluated(mpu: ParallelState, config: Config) -> float:
+    """The validation loss after a step."""
+    training = build_training(config, mpu, torch.device("cpu"))
+    train_step(training, 0)
+    training.validation = training.batches
+    return evaluate(training, 2)
+
+
+@pytest.mark.parametrize("model", ["llama", "tied-llama"])
+def test_every_schedule_evaluates_the_same(model: str, tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for(model, tokens, tmp_path, precision="fp64")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
+    losses = {}
+    for schedule in ("single", *SCHEDULES):
+        chunks = f"v{CHUNKS[schedule]}" if schedule in CHUNKS else ""
+        place = parse_layout("single" if schedule == "single" else f"pp2{chunks}:{schedule}")
+        applied = place.apply(config)
+        found = world.run(_evaluated, applied, layout=place.parallel, ranks=place.num_ranks)
+        assert len(set(found)) == 1, schedule
+        losses[schedule] = found[0]
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["single"]), rel=1e-12)
 
 
 def _order(mpu: ParallelState, config: Config) -> list[Entered]:

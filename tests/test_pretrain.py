@@ -96,6 +96,10 @@ def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: 
             times = [time for event in mine for time in (event["begin"], event["end"])]
             assert times == sorted(times)
         assert min(event["begin"] for event in events if event["step"] == step) == 0.0
+    measured = ("--parallel.pp", "2", "--parallel.partition", f"measured:{tmp_path / 'x2'}")
+    done = _run(2, config, tmp_path / "x3", *measured)
+    assert done.returncode == 0, done.stderr
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, _rows(tmp_path / "x3"), strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

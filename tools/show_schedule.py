@@ -26,6 +26,7 @@ from rich.table import Table
 
 from megalite.pipeline.draw import Timeline, gantt, measured, measured_costs, simulated, svg
 from megalite.pipeline.lower import lower
+from megalite.pipeline.measured import TRACE
 from megalite.pipeline.plan import Plan, PlanError
 from megalite.pipeline.schedule import SCHEDULES, make_plan, write_csv
 from megalite.pipeline.simulate import FB, Costs, Simulation, simulate
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", action="store_true", help="all schedules in one table")
     parser.add_argument(
-        "--memory", type=Fraction, help="with --compare: microbatches whose activations fit a rank (default: as 1f1b)"
+        "--memory", type=_memory, help="with --compare: microbatches whose activations fit a rank (default: as 1f1b)"
     )
     parser.add_argument("--measured", type=Path, metavar="RUN_DIR", help="draw the trace of a run")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture")
@@ -76,11 +77,23 @@ def _parser() -> argparse.ArgumentParser:
 def _costs(text: str) -> Costs:
     try:
         forward, input_grad, weight_grad, latency = map(Fraction, text.split(","))
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"{text!r} must be four numbers, such as 1,1,0.8,0.1") from None
-    if min(forward, input_grad, weight_grad, latency) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must not be negative")
+    if not all(cost == 0 or 1e-100 <= cost <= 1e100 for cost in (forward, input_grad, weight_grad, latency)):
+        raise argparse.ArgumentTypeError(f"{text!r}: costs must be 0 or from 1e-100 to 1e100")
+    if not any((forward, input_grad, weight_grad)):
+        raise argparse.ArgumentTypeError(f"{text!r}: F, I and W must not all be 0")
     return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency)
+
+
+def _memory(text: str) -> Fraction:
+    try:
+        memory = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of microbatches, such as 8 or 4.5") from None
+    if not 0 < memory <= 1e100:
+        raise argparse.ArgumentTypeError(f"{text!r} must be positive")
+    return memory
 
 
 def _required(arguments: argparse.Namespace, *names: str) -> None:
@@ -178,8 +191,10 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     rows, refused = [], {}
     for schedule in SCHEDULES:
         num_chunks = _num_chunks(schedule, arguments.vpp if schedule in LOOPED else None)
+        group_size = arguments.group_size if schedule == "interleaved" else None
+        sizes = arguments.pp, arguments.num_microbatches, num_chunks
         try:
-            plan = make_plan(schedule, arguments.pp, arguments.num_microbatches, num_chunks, costs=arguments.costs)
+            plan = make_plan(schedule, *sizes, costs=arguments.costs, group_size=group_size)
         except PlanError as error:
             refused[schedule] = str(error)
             continue
@@ -218,6 +233,8 @@ def _comparison(
 
 
 def _verdict(rows: Sequence[_Row], best: _Row | None, memory: Fraction | int) -> str:
+    if not rows:
+        return "No schedule has a plan of this size."
     if best is None:
         least = min(rows, key=lambda row: row.memory)
         return f"No schedule fits {float(memory):g} microbatches; {least.name} needs least, {float(least.memory):g}."
@@ -231,11 +248,16 @@ def _verdict(rows: Sequence[_Row], best: _Row | None, memory: Fraction | int) ->
 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> None:
-    trace = arguments.measured / "pipeline_trace.jsonl"
+    trace = arguments.measured / TRACE
     if not trace.is_file():
         raise PlanError(f"{trace} does not exist: was the run made with train.trace_pipeline?")
-    plan = _plan_of_run(arguments, trace)
-    real = measured(plan, trace)
+    try:
+        plan = _plan_of_run(arguments, trace)
+        real = measured(plan, trace)
+    except PlanError:
+        raise
+    except (yaml.YAMLError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise PlanError(f"{trace}, or config.yaml beside it, is damaged: {error!r}") from error
     costs = measured_costs(real)
     timed = simulate(plan, costs, "seq")
     timelines = [real, simulated(timed, " s")]
@@ -253,12 +275,15 @@ def _plan_of_run(arguments: argparse.Namespace, trace: Path) -> Plan:
     rows = [json.loads(line)["action"] for line in trace.read_text().splitlines()]
     num_microbatches = 1 + max((int(action.split(".")[1]) for action in rows), default=0)
     schedule = arguments.schedule or config.get("schedule", "1f1b")
+    group_size = arguments.group_size
+    if group_size is None and arguments.schedule is None:
+        group_size = config.get("group_size")
     return make_plan(
         schedule,
         arguments.pp or config.get("pp", 1),
         arguments.num_microbatches or num_microbatches,
         arguments.vpp or config.get("vpp", 1),
-        group_size=arguments.group_size,
+        group_size=group_size,
     )
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import difflib
 import math
+from pathlib import Path
 
 from megalite.config.check_moe import divisors, is_pattern, moe_layers, moe_problems
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
-from megalite.mpu import BIDIRECTIONAL, RankGrid
+from megalite.mpu import RankGrid
 from megalite.nn.config import ModelConfig
 from megalite.pipeline.lower import lower
+from megalite.pipeline.measured import TRACE
 from megalite.pipeline.partition import partition
 from megalite.pipeline.plan import Plan, PlanError
-from megalite.pipeline.schedule import SCHEDULES
+from megalite.pipeline.schedule import SCHEDULES, min_chunks
 from megalite.train.build import plan_of
+from megalite.train.stages import MEASURED, stage_layers, trace_of
 
 
 def check(config: Config, world_size: int) -> None:
@@ -161,18 +164,31 @@ def _pipeline_problems(config: Config, dp: int | None) -> list[str]:
         plan = _plan(config, dp)
     except (PlanError, OSError) as error:
         found.append(str(error))
+    found += _stage_problems(config, plan)
+    return found + (_end_problems(config, plan) if plan is not None else [])
+
+
+def _stage_problems(config: Config, plan: Plan | None) -> list[str]:
+    """Whether the layers can be divided among the stages, as far as these are known."""
+    parallel, train, found = config.parallel, config.train, []
     try:
-        partition(
-            config.model.num_layers,
-            plan.num_stages if plan is not None else parallel.pp * parallel.vpp,
-            layer_cost=1,
-            embedding_cost=0,
-            head_cost=0,
-            layers_per_stage=parallel.layers_per_stage,
-        )
+        if plan is not None and not _model_problems(config.model):
+            stage_layers(config.model, parallel, plan)
+        elif plan is not None or not parallel.schedule.startswith("csv:"):
+            partition(
+                config.model.num_layers,
+                plan.num_stages if plan is not None else parallel.pp * max(parallel.vpp, min_chunks(parallel.schedule)),
+                layer_cost=1,
+                embedding_cost=0,
+                head_cost=0,
+                layers_per_stage=parallel.layers_per_stage,
+            )
     except ValueError as error:
         found.append(str(error))
-    return found + (_end_problems(config, plan) if plan is not None else [])
+    own = (Path(train.run_dir) / TRACE).resolve() if train.run_dir is not None and train.trace_pipeline else None
+    if parallel.partition.startswith(MEASURED) and own == trace_of(parallel.partition).resolve():
+        found.append(f"parallel.partition={parallel.partition}: train.trace_pipeline would overwrite that trace")
+    return found
 
 
 def _plan(config: Config, dp: int | None) -> Plan | None:
@@ -199,11 +215,6 @@ def _plan(config: Config, dp: int | None) -> Plan | None:
 def _end_problems(config: Config, plan: Plan) -> list[str]:
     """Whether tied weights at both ends of the model can be summed, and an update may come before the global norm."""
     ends = {plan.placement[0], plan.placement[plan.num_stages - 1]}
-    if plan.num_chains > 1 and config.parallel.schedule not in BIDIRECTIONAL:
-        return [
-            f"{plan.name} has {plan.num_chains} chains, copies of the model on several ranks, whose gradients only"
-            f" parallel.schedule={BIDIRECTIONAL[0]} sums; a plan of your own can have one chain"
-        ]
     if config.optim.post_validation and plan.num_chains > 1:
         return [f"optim.post_validation=true: under {plan.name} ranks share weights, and meet before the update anyway"]
     if config.optim.post_validation and config.model.tie_embeddings and len(ends) > 1:

@@ -120,8 +120,8 @@ class DataParallel:
     with zero, when they stay in the graph). Units start in reverse order on
     every rank, so that the all-reduces of all ranks pair up; shared ones must come first in `units`, and start last.
 
-    A bidirectional pipeline holds each stage twice, on the two ranks of `mpu.replica`: `finish` sums over both, so
-    that ranks must finish their stages in model order.
+    A bidirectional pipeline holds each stage twice, on the two ranks of `mpu.replica`: with `copied`, `finish` sums
+    over both, so that ranks must finish their stages in model order.
     """
 
     def __init__(
@@ -131,7 +131,9 @@ class DataParallel:
         *,
         queue: WeightGradQueue,
         reduce_dtype: torch.dtype | None = None,
+        copied: bool = False,
     ):
+        self._replica = mpu.replica if copied else None
         self.units, self.mpu, self.queue, self.reduce_dtype = tuple(units), mpu, queue, reduce_dtype
         _check_units(self.units)
         assert all(a.shared or not b.shared for a, b in pairwise(self.units)), "shared units must come first"
@@ -199,9 +201,10 @@ class DataParallel:
             if state.unit.tied:
                 for bucket in state.buckets:
                     self.mpu.embd.all_reduce(bucket.grad)
-        mirrored = [self.mpu.replica.start_all_reduce(b.grad) for state in self._states for b in state.buckets]
-        for pending in mirrored:
-            pending.wait()
+        if self._replica is not None:
+            grads = [bucket.grad for state in self._states for bucket in state.buckets]
+            for pending in [self._replica.start_all_reduce(grad) for grad in grads]:
+                pending.wait()
         self._phase = _Phase.REDUCED
 
     def _after_autograd(self, parameter: nn.Parameter) -> None:

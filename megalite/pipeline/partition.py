@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCosts:
+    """What the parts of a model cost, in any unit."""
+
+    layers: tuple[float, ...]
+    """Of each layer."""
+    embedding: float
+    """Of what the first stage has besides layers."""
+    head: float
+    """Of what the last stage has besides layers."""
 
 
 def partition(
@@ -35,9 +49,14 @@ def partition(
     costs = [layer_cost] * num_layers if isinstance(layer_cost, int | float) else list(layer_cost)
     if len(costs) != num_layers:
         raise ValueError(f"{len(costs)} layer costs for num_layers={num_layers}")
-    if min([*costs, embedding_cost, head_cost]) < 0:
-        raise ValueError(f"costs must not be negative: layers {min(costs, default=0)}, {embedding_cost=}, {head_cost=}")
-    table = _CostTable(costs, num_stages, embedding_cost, head_cost)
+    if not all(0 <= cost < math.inf for cost in (*costs, embedding_cost, head_cost)):
+        raise ValueError(
+            f"costs must be finite and not negative: layers from {min(costs, default=0)} to {max(costs, default=0)}, "
+            f"{embedding_cost=}, {head_cost=}"
+        )
+    # A power of two changes no comparison, but keeps squares within what floats can hold.
+    unit = math.ldexp(1.0, min(-math.frexp(max(*costs, embedding_cost, head_cost))[1], 1000))
+    table = _CostTable([cost * unit for cost in costs], num_stages, embedding_cost * unit, head_cost * unit)
     full, sparse = table.slowest(empty_ends=False), table.slowest(empty_ends=True)
     empty_ends = sparse < full
     return table.most_even(sparse if empty_ends else full, empty_ends)

@@ -199,6 +199,19 @@ def check_complete(plan: Plan) -> None:
         raise PlanError(f"{plan.name}: {len(missing)} results are never produced, the first is {first}")
 
 
+def check_copies(plan: Plan) -> None:
+    """Raises PlanError unless a stage and its copy, if any, are on ranks r and p - 1 - r, which sum its gradients."""
+    if plan.num_chains > 2:
+        raise PlanError(f"{plan.name} has {plan.num_chains} chains; a run can have 1, or 2 in opposite directions")
+    for stage in range(plan.num_stages if plan.num_chains == 2 else 0):
+        one, other = (plan.placement[copy] for copy in plan.copies_of(stage))
+        if one == other or one + other != plan.num_ranks - 1:
+            raise PlanError(
+                f"{plan.name} has stage {stage} and its copy, stage {stage + plan.num_stages}, on ranks {one} and "
+                f"{other}; they must be on ranks r and {plan.num_ranks - 1} - r, two of {plan.num_ranks}"
+            )
+
+
 def _check_placement(plan: Plan) -> None:
     if len(plan.placement) % plan.num_chains or plan.num_microbatches % plan.num_chains:
         raise PlanError(

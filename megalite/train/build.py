@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,11 +23,10 @@ from megalite.parallel.data import DataParallel
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import mark_copies, materialize
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.partition import partition
 from megalite.pipeline.plan import Plan
 from megalite.pipeline.schedule import make_plan
 from megalite.train.config import TrainConfig
-from megalite.train.flops import layer_matmul_parameters
+from megalite.train.stages import stage_layers
 from megalite.train.step import Training
 
 
@@ -67,32 +66,17 @@ class Sections(Protocol):
 
 def plan_of(parallel: ParallelConfig, num_microbatches: int) -> Plan:
     """The plan that `parallel.schedule` means; raises PlanError with the reason when there is none that runs."""
-    return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp)
+    return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp, group_size=parallel.group_size)
 
 
-def stage_layers(model: ModelConfig, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> list[range]:
-    """The global layers of every stage of the model.
-
-    Balanced by matmul cost (of experts, those that a token uses), with the embedding and the head counted, unless
-    `layers_per_stage` says otherwise.
-    """
-    return partition(
-        model.num_layers,
-        num_stages,
-        layer_cost=[float(layer_matmul_parameters(model, layer)) for layer in range(model.num_layers)],
-        embedding_cost=float(model.hidden_size),  # a look-up: next to nothing
-        head_cost=float(model.hidden_size * model.vocab_size),
-        layers_per_stage=layers_per_stage,
-    )
-
-
-def build_stages(config: Sections, mpu: ParallelState, plan: Plan, device: torch.device) -> dict[int, Transformer]:
-    """This rank's stages, by their numbers in `plan`.
+def build_stages(
+    config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device
+) -> dict[int, Transformer]:
+    """This rank's stages, by their numbers in `plan`; `layers` are those of each stage of the model.
 
     Stages of the plan's second chain are copies: the rank that holds the original counts and saves their parameters.
     Tied weights are one parameter where both ends of the model lie on one rank.
     """
-    layers = stage_layers(config.model, plan.num_stages, config.parallel.layers_per_stage)
     stages: dict[int, Transformer] = {}
     for number in plan.stages_of(mpu.pp.rank):
         index = plan.model_stage(number)
@@ -133,14 +117,22 @@ def build_training(
     datasets = datasets if datasets is not None else _datasets(config)
     batches = _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train)
     plan = plan_of(config.parallel, batches.num_microbatches)
-    stages = build_stages(config, mpu, plan, device)
+    layers = stage_layers(config.model, config.parallel, plan)
+    stages = build_stages(config, mpu, plan, layers, device)
     data_parallels = {
-        i: DataParallel(stage.units(), mpu, queue=stage.queue, reduce_dtype=_reduce_dtype(config.train))
+        i: DataParallel(
+            stage.units(),
+            mpu,
+            queue=stage.queue,
+            reduce_dtype=_reduce_dtype(config.train),
+            copied=plan.num_chains > 1,
+        )
         for i, stage in stages.items()
     }
     return Training(
         mpu=mpu,
         device=device,
+        layers=layers,
         stages=stages,
         data_parallels=data_parallels,
         executor=Executor(plan, stages, data_parallels, mpu, device),

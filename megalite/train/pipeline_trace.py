@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from megalite.mpu import ParallelState
@@ -19,16 +20,17 @@ NUM_STEPS = 3
 class PipelineTrace(Callback):
     """Records the compute actions of a few early steps on every rank of the first pipeline.
 
-    A row is {"step", "rank", "action", "begin", "end"}: rank is the pipeline rank, the action prints as `F2.0`, and
-    times are seconds since the first action of the step began anywhere in the pipeline. An action begins when its
-    input is there, so that waiting shows as a gap. Ranks share the wall clock: exact on one host, as good as NTP
-    across hosts. Every rank has this callback; the first rank writes.
+    A row is {"step", "rank", "action", "layers", "begin", "end"}: rank is the pipeline rank, the action prints as
+    `F2.0`, its stage has so many layers (`layers` gives them by stage), and times are seconds since the first action
+    of the step began anywhere in the pipeline. An action begins when its input is there, so that waiting shows as a
+    gap. Ranks share the wall clock: exact on one host, as good as NTP across hosts. Every rank has this callback; the
+    first rank writes.
     """
 
-    def __init__(self, executor: Executor, mpu: ParallelState, path: Path):
-        self._executor, self._mpu, self._path = executor, mpu, path
+    def __init__(self, executor: Executor, layers: Mapping[int, int], mpu: ParallelState, path: Path):
+        self._executor, self._layers, self._mpu, self._path = executor, layers, mpu, path
         self._steps = range(0)
-        self._events: list[tuple[str, float, float]] = []
+        self._events: list[tuple[str, int, float, float]] = []
         self._to_wall_clock = 0.0
 
     def before_run(self, step: int) -> None:
@@ -52,16 +54,17 @@ class PipelineTrace(Callback):
         by_rank = self._mpu.pp.gather_objects(self._events)
         if not self._mpu.world.is_first:
             return
-        start = min(begin for events in by_rank for _, begin, _ in events)
+        start = min(begin for events in by_rank for _, _, begin, _ in events)
         with self._path.open("a") as file:
             for rank, events in enumerate(by_rank):
-                for action, begin, end in events:
-                    row = {"step": metrics.step, "rank": rank, "action": action}
+                for action, layers, begin, end in events:
+                    row = {"step": metrics.step, "rank": rank, "action": action, "layers": layers}
                     file.write(json.dumps(row | {"begin": begin - start, "end": end - start}) + "\n")
 
     def _record(self, action: Action, begin: float, end: float) -> None:
         if action.kind in COMPUTE:
-            self._events.append((str(action), begin + self._to_wall_clock, end + self._to_wall_clock))
+            times = begin + self._to_wall_clock, end + self._to_wall_clock
+            self._events.append((str(action), self._layers[action.stage], *times))
 
 
 def _wall_clock_offset() -> float:

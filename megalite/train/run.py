@@ -23,6 +23,7 @@ from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import NonFiniteGradient
 from megalite.parallel.shard import shard_of
+from megalite.pipeline.measured import TRACE
 from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import Callback, default_callbacks
 from megalite.train.checkpoints import ResumeError
@@ -83,7 +84,8 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
         if config.train.trace_pipeline:
-            trace = PipelineTrace(training.executor, mpu, folder.path / "pipeline_trace.jsonl")
+            layers = {number: len(stage.stage.layers) for number, stage in training.stages.items()}
+            trace = PipelineTrace(training.executor, layers, mpu, folder.path / TRACE)
             callbacks = [*callbacks, trace]
         if config.model.num_experts:
             callbacks = [*callbacks, *_router_callbacks(config, training, folder)]
@@ -109,6 +111,7 @@ def check_agreement(config: RunSections, training: Training) -> None:
     """Raises ValueError unless all ranks have the same configuration and data: else each would train its own way."""
     sections = {name: repr(getattr(config, name)) for name in ("model", "parallel", "optim", "train", "checkpoint")}
     mine = sections | {"kernels": repr(config.kernels), "data": training.datasets.fingerprint}
+    mine["stages"] = repr(training.layers)  # of measured times: a file may differ from node to node
     everyone = training.mpu.world.gather_objects(mine)
     differing = [
         f"{name} on rank {rank}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,6 +45,8 @@ class Training:
 
     mpu: ParallelState
     device: torch.device
+    layers: Sequence[range]
+    """The layers of each stage of the model, the same on every rank."""
     stages: dict[int, Transformer]
     data_parallels: dict[int, DataParallel]
     executor: Executor

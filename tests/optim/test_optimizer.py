@@ -316,3 +316,24 @@ def test_an_update_before_the_global_norm_gives_the_same_bits(world: World, name
         # Undone: step 2 everywhere, 3 where the rank's own norm was harmless, 4 and 5 where the rank had no nan.
         undone = 1 + (rank != 2) + (rank != 3) + (rank != 0)
         assert tried == 4 + undone
+
+
+def _stopped_early(mpu: ParallelState) -> tuple[str, bool, int]:
+    """The error of a nan on the last rank alone, whether all is as it was before, and the updates made."""
+    weight = whole(f"w.{mpu.pp.rank}", _random(5, 7, seed=mpu.pp.rank))
+    optimizer = Optimizer(OptimConfig(post_validation=True), [adopt(mpu, weight)], mpu)
+    set_grads({weight: 0.01})
+    optimizer.step(0.1)
+    before = _snapshot(optimizer)
+    set_grads({weight: math.nan if mpu.pp.rank == mpu.pp.size - 1 else 0.01})
+    with pytest.raises(NonFiniteGradient) as error:
+        optimizer.step(0.1)
+    same = all(torch.equal(a, b) for a, b in zip(before, _snapshot(optimizer), strict=True))
+    return str(error.value), same, optimizer.steps
+
+
+def test_an_update_before_a_bad_norm_is_undone_and_stops_all_ranks(world: World) -> None:
+    found = world.run(_stopped_early, layout=ParallelConfig(pp=2))
+    message = found[0][0]
+    assert "first in w.1 on rank 1 (update 2); nothing was changed" in message
+    assert found == [(message, True, 1)] * 2

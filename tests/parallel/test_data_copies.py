@@ -93,11 +93,11 @@ def test_a_unit_shared_with_another_stage_waits_for_both(world: World) -> None:
         assert torch.equal(grad, torch.full((5, 2), 2 * 7.0 + 11.0, dtype=torch.float64))
 
 
-def _mirrored(mpu: ParallelState) -> list[Tensor]:
+def _mirrored(mpu: ParallelState, copied: bool) -> list[Tensor]:
     """Each rank holds two stages, those of its mirror rank in the other order."""
     stages = sorted((mpu.pp.rank, mpu.pp.size - 1 - mpu.pp.rank))
     parameters = [whole(f"stage {stage}", torch.zeros(3, dtype=torch.float64)) for stage in stages]
-    data_parallels = [adopt(mpu, parameter) for parameter in parameters]
+    data_parallels = [adopt(mpu, parameter, copied=copied) for parameter in parameters]
     for stage, parameter in zip(stages, parameters, strict=True):
         set_grads({parameter: (stage + 1) * 10.0**mpu.rank})
     for data_parallel in data_parallels:
@@ -107,8 +107,9 @@ def _mirrored(mpu: ParallelState) -> list[Tensor]:
 
 def test_copies_of_a_bidirectional_pipeline_get_the_sum_of_both(world: World) -> None:
     layout = ParallelConfig(pp=4, schedule="dualpipe")
-    for rank, grads in enumerate(world.run(_mirrored, layout=layout)):
+    for rank, grads in enumerate(world.run(_mirrored, True, layout=layout)):
         both = 10.0**rank + 10.0 ** (3 - rank)
         assert grads == [(stage + 1) * both for stage in sorted((rank, 3 - rank))]
-    for rank, grads in enumerate(world.run(_mirrored, layout=ParallelConfig(pp=4))):
+    layout = ParallelConfig(pp=4, schedule="csv:a plan without copies")
+    for rank, grads in enumerate(world.run(_mirrored, False, layout=layout)):
         assert grads == [(stage + 1) * 10.0**rank for stage in sorted((rank, 3 - rank))]

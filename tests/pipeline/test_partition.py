@@ -107,6 +107,19 @@ def test_explicit_split_may_not_empty_a_middle_stage() -> None:
         partition(12, 3, layer_cost=1.0, embedding_cost=0.0, head_cost=0.0, layers_per_stage=[6, 0, 6])
 
 
+def test_absurd_costs() -> None:
+    """Neither their squares nor their sums leave what floats can hold; what is not a cost is refused."""
+    for unit in (1e-320, 1e-200, 1e200, 1e308):
+        split = partition(6, 3, layer_cost=unit, embedding_cost=0.0, head_cost=unit)
+        assert list(map(len, split)) == [2, 2, 2] or list(map(len, split)) == [3, 2, 1]
+    _check(partition(6, 3, layer_cost=0.0, embedding_cost=0.0, head_cost=0.0), 6, 3)
+    for cost in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="costs must be finite and not negative"):
+            partition(6, 3, layer_cost=1.0, embedding_cost=cost, head_cost=0.0)
+        with pytest.raises(ValueError, match="costs must be finite and not negative"):
+            partition(2, 2, layer_cost=[1.0, cost], embedding_cost=0.0, head_cost=0.0)
+
+
 def test_too_few_layers_names_the_limit() -> None:
     with pytest.raises(ValueError, match=r"num_layers=2 is too few for 8 .* at most 4 stages"):
         partition(2, 8, layer_cost=1.0, embedding_cost=0.0, head_cost=0.0)

@@ -88,11 +88,17 @@ def test_interleaved_group_size() -> None:
     assert peak_activations(interleaved(2, 8, 2, 4)) == [7, 5]
     # A short last group blocks itself: by default all microbatches go together, an explicit size is refused.
     assert interleaved(4, 5, 4) == interleaved(4, 5, 4, group_size=5)
-    with pytest.raises(PlanError, match="group_size=4 deadlocks with 4 ranks, 5 microbatches and 4 chunks"):
+    with pytest.raises(
+        PlanError, match=r"group_size=4 deadlocks with 4 ranks, 5 microbatches and 4 chunks; .* will do: 5$"
+    ):
         interleaved(4, 5, 4, group_size=4)
-    with pytest.raises(PlanError, match="group_size=6 must be from 1 to the number of microbatches, 5"):
+    with pytest.raises(PlanError, match=r"group_size=6 must be from 1 to the number of microbatches, 5; .* do: 5$"):
         make_plan("interleaved", 4, 5, 2, group_size=6)
-    with pytest.raises(PlanError, match="group_size=2 is for the interleaved schedule, not for zb_v"):
+    with pytest.raises(PlanError, match=r"group_size=-3 must be from 1 .* do: 5$"):
+        interleaved(4, 5, 4, group_size=-3)
+    with pytest.raises(PlanError, match=r"group_size=4 deadlocks with 4 ranks, 9 .* will do: 3 and 5$"):
+        interleaved(4, 9, 3, group_size=4)
+    with pytest.raises(PlanError, match=r"parallel\.group_size=2 is for the interleaved schedule; leave it"):
         make_plan("zb_v", 4, 5, 2, group_size=2)
 
 

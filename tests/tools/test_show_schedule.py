@@ -87,3 +87,58 @@ def test_a_run_is_drawn_over_its_simulation(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_is_told_plainly(arguments: tuple[object, ...], reason: str) -> None:
     error = _run(*arguments, code=1).stderr
     assert error.startswith("show_schedule.py: ") and reason in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--costs", "1/0,1,1,0"), "must be four numbers"),
+        (("--costs", "nan,1,1,0"), "must be four numbers"),
+        (("--costs", "1,1,1"), "must be four numbers"),
+        (("--costs", "1,-1,1,0"), "costs must be 0 or from 1e-100 to 1e100"),
+        (("--costs", "1e400,1,1,0"), "costs must be 0 or from 1e-100 to 1e100"),
+        (("--costs", "1,1e-400,1,0"), "costs must be 0 or from 1e-100 to 1e100"),
+        (("--costs", "0,0,0,1"), "F, I and W must not all be 0"),
+        (("--memory", "1/0"), "must be a number of microbatches"),
+        (("--memory", "-1"), "must be positive"),
+    ],
+)
+def test_absurd_options_are_refused(options: tuple[str, str], reason: str) -> None:
+    error = _run("--compare", "--pp", 2, "--num-microbatches", 4, *options, code=2).stderr
+    assert reason in error and "Traceback" not in error
+
+
+def test_costs_at_their_limits_are_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    for costs in ("1e99,0,0,0", "1e99,1e-99,1,1e99", "0,0,1e-99,0"):
+        _run("--schedule", "zb_v", "--pp", 2, "--num-microbatches", 3, "--costs", costs, "--svg", picture)
+        assert picture.read_text().startswith("<svg")
+
+
+def test_no_plan_at_all_is_said() -> None:
+    assert "No schedule has a plan of this size." in _run("--compare", "--pp", 0, "--num-microbatches", 4).stdout
+
+
+def test_group_size_of_interleaved(tmp_path: Path) -> None:
+    size = ("--pp", 2, "--num-microbatches", 8, "--group-size", 4, "--json", tmp_path / "found.json")
+    _run("--schedule", "interleaved", *size)
+    want = simulate(make_plan("interleaved", 2, 8, 2, group_size=4)).summary()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["peak_until_W"] == want["peak_until_W"] != simulate(make_plan("interleaved", 2, 8, 2)).summary()
+    _run("--compare", *size)
+    (found,) = [row for row in json.loads((tmp_path / "found.json").read_text()) if row["schedule"] == "interleaved"]
+    assert found["peak_until_W"] == want["peak_until_W"]
+    error = _run("--schedule", "interleaved", "--pp", 4, "--num-microbatches", 8, "--group-size", 1, code=1).stderr
+    assert "the nearest sizes that will do: 4" in error
+
+
+@pytest.mark.parametrize(
+    ("trace", "config"),
+    [("{", "{}"), ("3", "{}"), ('{"action": "F"}', "{}"), ('{"action": "F0.0"}', "{}"), ("{}", "{}"),
+     ('{"action": "F0.0"}', ""), ('{"action": "F0.0"}', "["), ('{"action": "F0.0"}', "parallel: 3")],
+)  # fmt: skip
+def test_a_damaged_run_is_told_plainly(trace: str, config: str, tmp_path: Path) -> None:
+    (tmp_path / "pipeline_trace.jsonl").write_text(trace)
+    (tmp_path / "config.yaml").write_text(config)
+    error = _run("--measured", tmp_path, code=1).stderr
+    assert "pipeline_trace.jsonl, or config.yaml beside it, is damaged" in error and "Traceback" not in error

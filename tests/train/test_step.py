@@ -163,6 +163,8 @@ def _agreement(mpu: ParallelState, config: Config, differs: str) -> str:
     training = _build(config, mpu)
     if mpu.world.rank == 1 and differs == "optim":
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=0.5))
+    if mpu.world.rank == 1 and differs == "stages":
+        training.layers = [range(0, 1), *training.layers[1:]]
     if mpu.world.rank == 1 and differs == "data":
         training.datasets = dataclasses.replace(training.datasets, fingerprint="other")
     try:
@@ -172,7 +174,7 @@ def _agreement(mpu: ParallelState, config: Config, differs: str) -> str:
     return "agreed"
 
 
-@pytest.mark.parametrize("differs", ["nothing", "optim", "data"])
+@pytest.mark.parametrize("differs", ["nothing", "optim", "data", "stages"])
 def test_ranks_that_do_not_agree_are_stopped(differs: str, tokens: str, tmp_path: Path, world: World) -> None:
     config = parse_layout("tp2").apply(config_for("llama", tokens, tmp_path))
     expected = "agreed" if differs == "nothing" else f"other {differs} on rank 1;"

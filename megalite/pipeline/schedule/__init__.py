@@ -33,8 +33,8 @@ from megalite.pipeline.simulate import Costs
 __all__ = [
     "COMPUTE", "SCHEDULES", "Action", "Generator", "Kind", "Plan", "PlanError", "check_complete", "dualpipe",
     "dualpipe_v", "forward_only", "gpipe", "interleaved", "interleaved_zb", "loop_placement", "looped_bfs",
-    "make_plan", "one_f_one_b", "read_csv", "results", "v_half", "v_min", "v_placement", "write_csv", "zb_h1", "zb_h2",
-    "zb_v",
+    "make_plan", "min_chunks", "one_f_one_b", "read_csv", "results", "v_half", "v_min", "v_placement", "write_csv",
+    "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 
@@ -63,6 +63,11 @@ SCHEDULES: dict[str, Generator] = {
 """Schedules by the name that `parallel.schedule` takes."""
 
 
+def min_chunks(schedule: str) -> int:
+    """The stages on each rank that a schedule implies: the V schedules always have two."""
+    return 2 if schedule in ("zb_v", "v_half", "v_min", "dualpipe_v") else 1
+
+
 def make_plan(
     schedule: str,
     num_ranks: int,
@@ -78,7 +83,9 @@ def make_plan(
     `interleaved` alone.
     """
     if group_size is not None and schedule != "interleaved":
-        raise PlanError(f"{group_size=} is for the interleaved schedule, not for {schedule}")
+        raise PlanError(
+            f"parallel.group_size={group_size} is for the interleaved schedule; leave it out under {schedule}"
+        )
     sizes = num_ranks, num_microbatches, num_chunks
     if schedule.startswith("csv:"):
         return user_plan(Path(schedule.removeprefix("csv:")), *sizes)

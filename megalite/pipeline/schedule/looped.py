@@ -25,9 +25,16 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2, grou
             return _interleaved(num_ranks, num_microbatches, num_chunks, group_size)
         except PlanError:  # a short last group can block itself
             group_size = num_microbatches
-    if not 1 <= group_size <= num_microbatches:
-        raise PlanError(f"interleaved: {group_size=} must be from 1 to the number of microbatches, {num_microbatches}")
-    return _interleaved(num_ranks, num_microbatches, num_chunks, group_size)
+    sizes = num_ranks, num_microbatches, num_chunks
+    try:
+        if not 1 <= group_size <= num_microbatches:
+            raise PlanError(
+                f"interleaved: {group_size=} must be from 1 to the number of microbatches, {num_microbatches}"
+            )
+        return _interleaved(*sizes, group_size)
+    except PlanError as error:
+        nearest = " and ".join(map(str, _nearest_group_sizes(*sizes, group_size)))
+        raise PlanError(f"{error}; the nearest sizes that will do: {nearest}") from error
 
 
 def _interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Plan:
@@ -53,9 +60,24 @@ def _interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, group_s
     except PlanError as error:
         raise PlanError(
             f"interleaved: {group_size=} deadlocks with {num_ranks} ranks, {num_microbatches} microbatches and "
-            f"{num_chunks} chunks; a size that divides the microbatches, or all {num_microbatches}, will do"
+            f"{num_chunks} chunks"
         ) from error
     return plan
+
+
+def _nearest_group_sizes(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> list[int]:
+    """The sizes next to `group_size`, below and above it, whose order can be executed; all together always can."""
+
+    def works(size: int) -> bool:
+        try:
+            _interleaved(num_ranks, num_microbatches, num_chunks, size)
+        except PlanError:
+            return False
+        return True
+
+    below = range(min(group_size - 1, num_microbatches), 0, -1)
+    above = range(max(group_size + 1, 1), num_microbatches + 1)
+    return [size for sizes in (below, above) if (size := next(filter(works, sizes), None)) is not None]
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Plan:
