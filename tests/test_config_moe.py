@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.config import check
 from megalite.config.check_moe import moe_problems
+from megalite.layout import parse_layout
+from tests import tiny
 from tests.test_config import Fields, config_with, problems
 
 MOE: Fields = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 96}
@@ -36,7 +39,7 @@ def moe(model: Fields | None = None, parallel: Fields | None = None) -> Any:
         ({"moe_layers": "0,7"}, {}, 1),
         ({"moe_layers": "every:8"}, {}, 1),
         ({"moe_layers": "from:7"}, {}, 1),
-        ({"routing": "expert_choice", "router_normalize": False, "aux_loss": "none", "top_k": 1}, {}, 1),
+        ({"routing": "expert_choice", "router_normalize": False, "top_k": 1}, {}, 1),
         ({"routing": "sinkhorn", "aux_loss_coeff": 0.0}, {}, 1),
         ({"expert_bias": True, "expert_bias_rate": 0.0, "router_score": "sigmoid"}, {}, 1),
         ({"capacity_factor": 1.25, "pad_to_capacity": True, "drop_policy": "position"}, {}, 1),
@@ -68,10 +71,6 @@ def test_sound_ones_pass(model: Fields, parallel: Fields, world_size: int) -> No
         ({"top_k": 1}, "gives every expert the weight 1, and the router no gradient"),
         ({"top_k": 1, "router_score": "sigmoid"}, "use router_normalize=false"),
         ({"routing": "expert_choice"}, "model.routing=expert_choice: a token may have any number of experts"),
-        (
-            {"routing": "expert_choice", "router_normalize": False},
-            "model.routing=expert_choice balances by itself; use aux_loss=none instead of sequence",
-        ),
         ({"routing": "sinkhorn"}, "model.routing=sinkhorn balances by itself; use aux_loss=none instead of sequence"),
         ({"routing": "sinkhorn", "expert_bias": True}, "use expert_bias=false"),
         ({"routing": "expert_choice", "expert_bias": True}, "use expert_bias=false"),
@@ -141,6 +140,13 @@ def test_routers_that_make_no_sense_are_refused(model: Fields, said: str) -> Non
 )
 def test_cuts_that_do_not_fit_are_refused(parallel: Fields, world_size: int, said: str) -> None:
     assert said in problems(moe(parallel=parallel), world_size)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.MODELS if name.startswith("moe")])
+def test_the_models_of_the_layout_tables_are_sound(name: str) -> None:
+    config = tiny.config_for(name, "tokens", Path("cache"))
+    check(config, 1)
+    check(parse_layout("tp2+ep2+pp2:zb_v+sp+mbs1").apply(config), 4)
 
 
 def test_the_shared_expert_and_dense_layers_are_cut_over_tp() -> None:

@@ -106,12 +106,13 @@ def _choice_problems(model: ModelConfig) -> list[str]:
             "model.top_k=1 with router_normalize=true gives every expert the weight 1, and the router no gradient from"
             " the loss; use router_normalize=false"
         )
-    if model.routing != "top_k":
-        balances = f"model.routing={model.routing} balances by itself"
-        if model.aux_loss != "none" and model.aux_loss_coeff > 0:
-            found.append(f"{balances}; use aux_loss=none instead of {model.aux_loss}")
-        if model.expert_bias:
-            found.append(f"{balances}; use expert_bias=false, which moves the choice of routing=top_k alone")
+    if model.routing == "sinkhorn" and model.aux_loss != "none" and model.aux_loss_coeff > 0:
+        found.append(f"model.routing=sinkhorn balances by itself; use aux_loss=none instead of {model.aux_loss}")
+    if model.routing != "top_k" and model.expert_bias:
+        found.append(
+            f"model.routing={model.routing} balances by itself, and expert_bias=true moves the choice of routing=top_k"
+            " alone; use expert_bias=false"
+        )
     if model.shared_expert_gate and not model.shared_ffn_hidden_size:
         found.append("model.shared_expert_gate=true needs a shared expert: set shared_ffn_hidden_size")
     return found

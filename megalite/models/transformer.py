@@ -66,7 +66,9 @@ class TransformerLayer(nn.Module):
         self.attention_norm = self.norm_cls(config, mpu)
         self.attention = self.operator_cls(config, index)(config, mpu, index, kernels)
         self.mlp_norm = self.norm_cls(config, mpu)
-        self.mlp = self.moe_cls(config, mpu, index) if config.is_moe_layer(index) else self.mlp_cls(config, mpu)
+        self.mlp = (
+            self.moe_cls(config, mpu, index, kernels) if config.is_moe_layer(index) else self.mlp_cls(config, mpu)
+        )
 
     def operator_cls(self, config: ModelConfig, index: int) -> type[nn.Module]:
         """What mixes positions in global layer `index`: attention, unless an architecture has other layers."""

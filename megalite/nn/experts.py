@@ -12,6 +12,7 @@ from megalite.kernels.activation import gelu
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.grouped import (
     GroupedBackend,
+    GroupedChoice,
     accumulate_grouped_bias_grad,
     accumulate_grouped_weight_grad,
     grouped_input_grad,
@@ -45,7 +46,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: KernelConfig | None = None):
         super().__init__()
-        self.choice = (kernels if kernels is not None else KernelConfig()).grouped
+        self.choice: GroupedChoice = (kernels if kernels is not None else KernelConfig()).grouped
         self.queue = WeightGradQueue()
         self.init_std, self.output_std = config.init_std, output_std(config)
         # fc2's bias joins one of the partial sums.

@@ -64,8 +64,9 @@ class RouterTally:
     extra: Tensor
 
 
-EXTRA = ("dropped", "entropy", "aux_loss", "z_loss")
-"""Choices dropped, summed entropy (nats) of the scores over the tokens, and the losses with their weights."""
+EXTRA = ("dropped", "entropy", "aux_loss", "z_loss", "tokens")
+"""Choices dropped, summed entropy (nats) of the scores over the tokens, the losses with their weights, and how many
+tokens there were (padding apart)."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Router(nn.Module):
             self.bias = set_shard(
                 nn.Parameter(torch.zeros(experts)), Shard("bias", (experts,), partial=partial, decay=False)
             )
-        self.register_buffer("expert_bias", torch.zeros(experts))
-        self.register_buffer("fractions", torch.full((experts,), 1.0 / experts))
+        for name, value in (("expert_bias", 0.0), ("fractions", 1.0 / experts)):
+            self.register_buffer(name, set_shard(torch.full((experts,), value), Shard(name, (experts,))))
         self.tallies: dict[int, RouterTally] = {}
         init_unless_meta(self)
 
@@ -120,7 +121,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Assignment, RouterLoss | None]:
         """The choices for x.flatten(0, 1), and in training the loss to attach to the output of the layer."""
-        logits = self._logits(x, context)
+        return self.route(self.logits(x, context), context)
+
+    def route(self, logits: Tensor, context: Context) -> tuple[Assignment, RouterLoss | None]:
+        """`forward`, from logits [s_local, b, num_experts] that are there already."""
         scores = logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
         mask = self._rows_here(context.batch.token_mask)
         chosen = self._choose(scores.detach(), logits.detach(), context)
@@ -133,7 +137,7 @@ class Router(nn.Module):
             return assignment, None
         return assignment, self._loss(logits, scores, chosen, kept, mask, context)
 
-    def _logits(self, x: Tensor, context: Context) -> Tensor:
+    def logits(self, x: Tensor, context: Context) -> Tensor:
         """[s_local, b, num_experts], at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x, jitter = x.to(wide), self.config.router_jitter
@@ -255,6 +259,7 @@ class Router(nn.Module):
         extra = torch.zeros(len(EXTRA), dtype=torch.float64, device=share.device)
         extra[0] = tokens.sum() - kept.sum()
         extra[1] = _masked(torch.special.entr(share).sum(-1), weight).sum()
+        extra[4] = weight.sum() if weight is not None else share[..., 0].numel()
         return RouterTally(tokens, extra)
 
     def _aux(self, share: Tensor, counts: Tensor, weight: Tensor | None, context: Context) -> Tensor:

@@ -351,16 +351,14 @@ class Dispatcher:
             token = token.masked_fill(assignment.token == sizes[sources.rank], end)
         spread = Spread(_out(token, (gather_probs, *pick)), end, zeros=assignment.has_unused)
         entered = self._entered()
-        return Route(
-            (gather_tokens, spread, *entered), (gather_probs, *pick, *entered), counts.sum(0).tolist()
-        )
+        return Route((gather_tokens, spread, *entered), (gather_probs, *pick, *entered), counts.sum(0).tolist())
 
     def _entered(self) -> list[Step]:
         return [] if self.cut or self.etp.size == 1 else [Copied(self.etp)]
 
 
 def _starts(sizes: Tensor, padded_to: int | None = None) -> Tensor:
-    """Where each of consecutive runs begins; with `padded_to`, where the runs of each sizes[i] begin at i times that."""
+    """Where each of consecutive runs begins; with `padded_to`, those of sizes[i] follow one another from i times it."""
     if padded_to is None:
         return sizes.flatten().cumsum(0).view(sizes.shape) - sizes
     inside = sizes.flatten(1).cumsum(1).view(sizes.shape) - sizes
