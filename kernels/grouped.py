@@ -149,7 +149,9 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+    return (
+        torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+    )
 
 
 def _padded(x: Tensor, *dims: int) -> Tensor:

@@ -268,10 +268,9 @@ class Dispatcher:
                 f" set etp={mpu.tp.size}, or leave cut_expert_tokens on"
             )
         # Ranks whose tokens may meet in one expert, and their numbers on that axis by (etp rank, ep rank).
-        # On the host, even where the model is built on the meta device.
-        self.sources, self._numbers = mpu.ep, torch.arange(mpu.ep.size, device="cpu")[None]
-        if self.cut:
-            self.sources, self._numbers = _sources(mpu)
+        self.sources, self._numbers = (
+            _sources(mpu) if self.cut else (mpu.ep, torch.arange(mpu.ep.size, device="cpu")[None])
+        )
         self._row = mpu.etp.rank if self.cut else 0
         self._split = part_sizes(num_experts, mpu.ep)
         start = sum(self._split[: mpu.ep.rank])
@@ -282,8 +281,8 @@ class Dispatcher:
     def send(self, tokens: Tensor, assignment: Assignment) -> Travelling:
         """tokens [t, h] of this rank, to the experts that `assignment` names; returns while they travel."""
         with torch.no_grad():
-            counts, size = assignment.counts, torch.tensor([tokens.shape[0]])
-            counting = self.sources.start_all_gather(torch.cat((counts, size.to(counts)))[None])
+            counts = assignment.counts
+            counting = self.sources.start_all_gather(torch.cat((counts, counts.new_tensor([tokens.shape[0]])))[None])
             rows, probs = tokens.detach(), assignment.probs
             if self.kind == "all_gather":
                 route = self._gathered(assignment, self._board(counting))
@@ -362,14 +361,14 @@ def _starts(sizes: Tensor, padded_to: int | None = None) -> Tensor:
     if padded_to is None:
         return sizes.flatten().cumsum(0).view(sizes.shape) - sizes
     inside = sizes.flatten(1).cumsum(1).view(sizes.shape) - sizes
-    return inside + torch.arange(sizes.shape[0]).view(-1, *[1] * (sizes.dim() - 1)) * padded_to
+    return inside + torch.arange(sizes.shape[0], device="cpu").view(-1, *[1] * (sizes.dim() - 1)) * padded_to
 
 
 def _reordered(sizes: Tensor, starts: Tensor, length: int, device: torch.device) -> list[Step]:
     """The runs [i, j], of `sizes` rows from `starts` on among `length` rows, put in the order of j, then i."""
     sizes, starts = sizes.t().flatten(), starts.t().flatten()
     shift = starts - (sizes.cumsum(0) - sizes)
-    place = torch.arange(int(sizes.sum()))
+    place = torch.arange(int(sizes.sum()), device="cpu")
     index = place + shift.repeat_interleave(sizes)
     if length == len(place) and torch.equal(index, place):
         return []
@@ -379,6 +378,7 @@ def _reordered(sizes: Tensor, starts: Tensor, length: int, device: torch.device)
 def _sources(mpu: ParallelState) -> tuple[Axis, Tensor]:
     """The axis of ep x etp, and the number on it of each (etp rank, ep rank)."""
     members = mpu.grid.members(mpu.rank, ("etp", "ep"))
+    # On the host even where a model is built on another device.
     numbers = torch.empty(mpu.etp.size, mpu.ep.size, dtype=torch.int64, device="cpu")
     for number, member in enumerate(members):
         at = mpu.grid.coordinates(member, expert=True)

@@ -49,7 +49,7 @@ def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
 
 
 def attention_flops(model: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs of the scores and of the weighted values for one row, over the layers that have them, causal half."""
+    """Forward FLOPs of the scores and the weighted values for one row, over all attention layers, causal half."""
     num_layers = sum(model.is_attention_layer(layer) for layer in range(model.num_layers))
     return 2 * seq_len * seq_len * model.num_heads * model.head_size * num_layers
 

@@ -112,7 +112,9 @@ def test_backends_are_chosen_by_name_and_place() -> None:
     assert resolve_grouped("auto", device=CPU, dtype=torch.bfloat16) == "loop"
     assert resolve_grouped("loop", device=CPU, dtype=torch.float64) == "loop"
     assert resolve_grouped("grouped_mm", device=CPU, dtype=torch.bfloat16) == "grouped_mm"
-    with pytest.raises(ValueError, match=r"kernels.grouped=grouped_mm is not possible here: it takes no torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"kernels\.grouped=grouped_mm is not possible here: it takes no torch.float64"
+    ):
         resolve_grouped("grouped_mm", device=CPU, dtype=torch.float64)
 
 

@@ -146,5 +146,5 @@ def test_grouped_mm_agrees_with_the_loop(cls: type[Experts], dtype: torch.dtype)
 
 def test_named_backend_must_work() -> None:
     experts = Experts(CONFIG, SINGLE, KernelConfig(grouped="grouped_mm")).double()
-    with pytest.raises(ValueError, match="takes no torch.float64"):
+    with pytest.raises(ValueError, match=r"takes no torch\.float64"):
         experts(*_inputs([1, 1, 1, 1]), [1, 1, 1, 1])

@@ -88,7 +88,7 @@ def window(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank found: its token rows, and the pieces of its gradients as (name, offset, sizes, values)."""
+    """What one rank found: its token rows, and the pieces of gradients it owns as (name, offset, sizes, values)."""
 
     rows: slice
     y: Tensor
@@ -115,7 +115,8 @@ def run_routed(
     experts = experts_for(mpu, cls, given.chosen.shape[1])
     experts.queue = queue = WeightGradQueue(deferring=deferring)
     x, gates = (t[rows].clone().requires_grad_() for t in (given.x, given.gates))
-    dispatcher = Dispatcher(given.chosen.shape[1], mpu)
+    with torch.device("meta"):  # as models are built
+        dispatcher = Dispatcher(given.chosen.shape[1], mpu)
     arrived = dispatcher.send(x, assign(given.chosen[rows], gates, given.places)).wait()
     y = dispatcher.combine(experts(arrived.tokens, arrived.probs, arrived.counts), arrived)
     y.backward(given.dy[rows])
@@ -126,6 +127,10 @@ def run_routed(
     pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
     for name, parameter in experts.named_parameters():
         grad: Any = parameter.grad
+        for axis in shard_of(parameter).partial:
+            axis.all_reduce(grad)
+        if not shard_of(parameter).is_owner(mpu):
+            continue
         pieces += [(name, offset, sizes, view.clone()) for offset, sizes, view in shard_of(parameter).pieces(grad)]
     return Part(rows, y.detach(), x.grad, gates.grad, pieces)
 
