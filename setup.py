@@ -42,6 +42,7 @@ setup(
         "PyYAML",
         "rich",
         "tensorboard",
+        "matplotlib",
     ],
     # NVIDIA apex is not on PyPI (the package of that name there is another one): see README.md.
     extras_require={"flash": ["flash-attn"], "test": TEST, "dev": DEV},

@@ -25,12 +25,14 @@ class LocalBatch:
     """In the order in which they run."""
     num_valid_tokens: int
     """Labels that count, over these micro-batches."""
+    num_tokens: int
+    """Tokens that are not padding, over these micro-batches."""
     fingerprint: int
     """Sum of the hashes of these samples (content and absolute number) modulo FINGERPRINT_MODULUS."""
 
     def totals(self) -> Tensor:
-        """int64 [2]: valid tokens and fingerprint, to be summed over the data-parallel ranks."""
-        return torch.tensor([self.num_valid_tokens, self.fingerprint], dtype=torch.int64)
+        """int64 [3]: valid tokens, tokens and fingerprint, to be summed over the data-parallel ranks."""
+        return torch.tensor([self.num_valid_tokens, self.num_tokens, self.fingerprint], dtype=torch.int64)
 
 
 def fold_fingerprint(total: int) -> int:
@@ -94,10 +96,11 @@ class GlobalBatches:
             raise IndexError(
                 f"step {step} needs samples up to {end}, the dataset has {len(self.dataset)}; ask for more samples"
             )
-        loaded = [self._microbatch(row, step) for row in numbers]
+        loaded = [self._microbatch(row, step, index) for index, row in enumerate(numbers)]
         return LocalBatch(
             microbatches=[batch for batch, _ in loaded],
             num_valid_tokens=sum(int(batch.loss_mask.count_nonzero()) for batch, _ in loaded),
+            num_tokens=sum(_num_tokens(batch) for batch, _ in loaded),
             fingerprint=fold_fingerprint(sum(fingerprint for _, fingerprint in loaded)),
         )
 
@@ -105,7 +108,7 @@ class GlobalBatches:
         """The micro-batches of a step in the order in which they run."""
         return self.load(step, consumed).microbatches
 
-    def _microbatch(self, numbers: NDArray[np.int64], step: int) -> tuple[MicroBatch, int]:
+    def _microbatch(self, numbers: NDArray[np.int64], step: int, index: int) -> tuple[MicroBatch, int]:
         samples = [self.dataset[i] for i in numbers.tolist()]
         batch = MicroBatch(
             tokens=_columns([s.tokens for s in samples]),
@@ -114,12 +117,27 @@ class GlobalBatches:
             positions=_columns([s.positions for s in samples]),
             samples=torch.from_numpy(numbers.copy()),
             step=step,
+            token_mask=_token_mask(samples),
+            index=index,
         )
         hashes = (sample_hash(number, sample) for number, sample in zip(numbers.tolist(), samples, strict=True))
         return batch, sum(hashes)
 
 
-def _columns(rows: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
+def _token_mask(samples: list[Sample]) -> Tensor | None:
+    """[s, b], or None where no sample has padding."""
+    masks = [s.token_mask for s in samples]
+    if all(mask is None for mask in masks):
+        return None
+    whole = np.ones(len(samples[0].tokens), dtype=np.bool_)
+    return _columns([whole if mask is None else mask for mask in masks])
+
+
+def _num_tokens(batch: MicroBatch) -> int:
+    return batch.tokens.numel() if batch.token_mask is None else int(batch.token_mask.count_nonzero())
+
+
+def _columns(rows: list[NDArray[np.int64]] | list[NDArray[np.float32]] | list[NDArray[np.bool_]]) -> Tensor:
     """Rows of s as a contiguous [s, b] tensor."""
     return torch.from_numpy(np.stack(rows, axis=1))
 
@@ -133,10 +151,10 @@ def sample_hash(number: int, sample: Sample) -> int:
 
 
 class RaggedMasks:
-    """A dataset whose loss masks are ragged: a tool for proofs that nothing depends on how valid tokens are spread.
+    """A dataset with ragged masks: a tool for proofs that nothing depends on how valid tokens are spread.
 
-    Each sample keeps the labels of a random run of random length, and one in eight keeps none at all; what is
-    kept is a function of (seed, sample) alone.
+    Each sample keeps the labels of a random run of random length, and one in eight keeps none at all; one in four ends
+    in padding (which attention still sees, and routers do not). What is kept is a function of (seed, sample) alone.
     """
 
     def __init__(self, dataset: SampleSource, seed: int):
@@ -148,10 +166,14 @@ class RaggedMasks:
     def __getitem__(self, i: int) -> Sample:
         sample = self.dataset[i]
         size = len(sample.loss_mask)
-        digest = hashlib.blake2b(f"{self.seed} {i}".encode(), digest_size=24).digest()
-        empty, begin, length = (int.from_bytes(digest[k : k + 8], "little") for k in (0, 8, 16))
+        digest = hashlib.blake2b(f"{self.seed} {i}".encode(), digest_size=32).digest()
+        empty, begin, length, padding = (int.from_bytes(digest[k : k + 8], "little") for k in (0, 8, 16, 24))
         mask = np.zeros_like(sample.loss_mask)
         if empty % 8:
             kept = slice(begin := begin % size, begin + 1 + length % size)
             mask[kept] = sample.loss_mask[kept]
-        return sample._replace(loss_mask=mask)
+        tokens = None
+        if padding % 4 == 0:
+            tokens = np.arange(size) < size - padding // 4 % size
+            mask[~tokens] = 0.0
+        return sample._replace(loss_mask=mask, token_mask=tokens)

@@ -21,6 +21,7 @@ from megalite.nn.attention import ParallelAttention
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import EMBEDDING_SITE, Context, Site, layer_site
 from megalite.nn.mlp import ParallelMLP
+from megalite.nn.moe import MoELayer
 from megalite.nn.norm import RMSNorm
 from megalite.nn.position import PositionEmbedding
 from megalite.parallel.collectives import enter_parallel, gather_from, sequence_part
@@ -56,14 +57,22 @@ class TransformerLayer(nn.Module):
     norm_cls: type[nn.Module] = RMSNorm
     attention_cls: type[nn.Module] = ParallelAttention
     mlp_cls: type[nn.Module] = ParallelMLP
+    moe_cls: type[nn.Module] = MoELayer
+    """What takes the place of mlp_cls in the layers that model.moe_layers names."""
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, index: int, kernels: KernelConfig):
         super().__init__()
         self.index, self.hidden_dropout = index, config.hidden_dropout
         self.attention_norm = self.norm_cls(config, mpu)
-        self.attention = self.attention_cls(config, mpu, index, kernels)
+        self.attention = self.operator_cls(config, index)(config, mpu, index, kernels)
         self.mlp_norm = self.norm_cls(config, mpu)
-        self.mlp = self.mlp_cls(config, mpu)
+        self.mlp = (
+            self.moe_cls(config, mpu, index, kernels) if config.is_moe_layer(index) else self.mlp_cls(config, mpu)
+        )
+
+    def operator_cls(self, config: ModelConfig, index: int) -> type[nn.Module]:
+        """What mixes positions in global layer `index`: attention, unless an architecture has other layers."""
+        return self.attention_cls
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Same shape out as in."""

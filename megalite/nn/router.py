@@ -64,8 +64,9 @@ class RouterTally:
     extra: Tensor
 
 
-EXTRA = ("dropped", "entropy", "aux_loss", "z_loss")
-"""Choices dropped, summed entropy (nats) of the scores over the tokens, and the losses with their weights."""
+EXTRA = ("dropped", "entropy", "aux_loss", "z_loss", "tokens")
+"""Choices dropped, summed entropy (nats) of the scores over the tokens, the losses with their weights, and how many
+tokens there were (padding apart)."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Router(nn.Module):
             self.bias = set_shard(
                 nn.Parameter(torch.zeros(experts)), Shard("bias", (experts,), partial=partial, decay=False)
             )
-        self.register_buffer("expert_bias", torch.zeros(experts))
-        self.register_buffer("fractions", torch.full((experts,), 1.0 / experts))
+        for name, value in (("expert_bias", 0.0), ("fractions", 1.0 / experts)):
+            self.register_buffer(name, set_shard(torch.full((experts,), value), Shard(name, (experts,))))
         self.tallies: dict[int, RouterTally] = {}
         init_unless_meta(self)
 
@@ -120,7 +121,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Assignment, RouterLoss | None]:
         """The choices for x.flatten(0, 1), and in training the loss to attach to the output of the layer."""
-        logits = self._logits(x, context)
+        return self.route(self.logits(x, context), context)
+
+    def route(self, logits: Tensor, context: Context) -> tuple[Assignment, RouterLoss | None]:
+        """`forward`, from logits [s_local, b, num_experts] that are there already."""
         scores = logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
         mask = self._rows_here(context.batch.token_mask)
         chosen = self._choose(scores.detach(), logits.detach(), context)
@@ -133,14 +137,12 @@ class Router(nn.Module):
             return assignment, None
         return assignment, self._loss(logits, scores, chosen, kept, mask, context)
 
-    def _logits(self, x: Tensor, context: Context) -> Tensor:
+    def logits(self, x: Tensor, context: Context) -> Tensor:
         """[s_local, b, num_experts], at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x, jitter = x.to(wide), self.config.router_jitter
         if jitter and context.training:
-            key = dropout_key(
-                context.seed, context.batch.step, layer_site(self.layer, Site.ROUTER_JITTER), x.device
-            )
+            key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ROUTER_JITTER), x.device)
             index = self._rows_here(context.batch.token_index)
             assert index is not None
             x = x * (1.0 - jitter + 2.0 * jitter * uniform(key, index, x.shape[-1], wide))
@@ -182,7 +184,7 @@ class Router(nn.Module):
         if config.num_expert_groups == 1:
             return scores
         grouped = scores.unflatten(-1, (config.num_expert_groups, -1))
-        best = grouped.sort(-1, descending=True, stable=True).values[..., : config.top_k // config.top_k_groups]
+        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : config.top_k // config.top_k_groups]
         groups = _top_k(best.sum(-1), config.top_k_groups)
         return grouped.masked_fill(~groups[..., None], -math.inf).flatten(-2)
 
@@ -244,7 +246,9 @@ class Router(nn.Module):
             tally.extra[2] = aux.detach()
             if not config.router_z_loss:
                 return aux
-            z = _masked(logits.logsumexp(-1).square(), weight).sum() * (config.router_z_loss / max(totals.num_tokens, 1))
+            z = _masked(logits.logsumexp(-1).square(), weight).sum() * (
+                config.router_z_loss / max(totals.num_tokens, 1)
+            )
             tally.extra[3] = z.detach()
             return aux + z
 
@@ -255,6 +259,7 @@ class Router(nn.Module):
         extra = torch.zeros(len(EXTRA), dtype=torch.float64, device=share.device)
         extra[0] = tokens.sum() - kept.sum()
         extra[1] = _masked(torch.special.entr(share).sum(-1), weight).sum()
+        extra[4] = weight.sum() if weight is not None else share[..., 0].numel()
         return RouterTally(tokens, extra)
 
     def _aux(self, share: Tensor, counts: Tensor, weight: Tensor | None, context: Context) -> Tensor:
@@ -278,13 +283,15 @@ class Router(nn.Module):
         scale = factor / (batch.totals.num_rows * config.top_k) / lengths.clamp(min=1).to(probs.dtype).square()
         return (scale[:, None] * counts * probs).sum()
 
-    @torch.no_grad()
-    def move(self, tokens: Tensor) -> None:
-        """After an optimizer step with these choices (float64 [num_experts], all ranks' and micro-batches')."""
+    def see(self, tokens: Tensor) -> None:
+        """Takes the fractions of these choices, float64 [num_experts], of all ranks and micro-batches."""
         total = tokens.sum()
+        self.fractions.copy_(torch.where(total > 0, tokens / total.clamp(min=1), self.fractions))
+
+    def rebalance(self, tokens: Tensor) -> None:
+        """Makes experts with less than the mean of these choices more likely, and the others less."""
         if self.config.expert_bias:
             self.expert_bias += self.config.expert_bias_rate * torch.sign(tokens.mean() - tokens).to(self.expert_bias)
-        self.fractions.copy_(torch.where(total > 0, tokens / total.clamp(min=1), self.fractions))
 
 
 def _masked(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -296,13 +303,13 @@ def _masked(x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
     """bool: the k largest of the last dim; of equal ones the first (torch.topk promises no order)."""
-    order = scores.sort(-1, descending=True, stable=True).indices[..., :k]
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
 
 def _first_places(priority: Tensor, places: int) -> Tensor:
     """bool [s, b, num_experts]: for each row and expert the `places` tokens of highest priority, -inf never."""
-    order = priority.sort(0, descending=True, stable=True).indices[:places]
+    order = priority.sort(dim=0, descending=True, stable=True).indices[:places]
     chosen = torch.zeros_like(priority, dtype=torch.bool).scatter_(0, order, True)
     return chosen & (priority > -math.inf)
 
@@ -349,10 +356,13 @@ class RouterLoads:
 
 
 @torch.no_grad()
-def finish_step(routers: Sequence[Router], config: ModelConfig, mpu: ParallelState, *, updated: bool) -> RouterLoads:
+def finish_step(
+    routers: Sequence[Router], config: ModelConfig, mpu: ParallelState, *, updated: bool, survey: bool = False
+) -> RouterLoads:
     """Sums what all routers counted in the step, and moves their buffers if the weights moved; on every rank.
 
-    routers: those of this rank's stages. The counts of a pipeline's two copies of a stage (dualpipe) add up, too.
+    routers: those of this rank's stages. The counts of a pipeline's two copies of a stage (dualpipe) add up, too. After
+    a `survey`, a forward pass for its counts alone, only the fractions move.
     """
     layers = tuple(layer for layer in range(config.num_layers) if config.is_moe_layer(layer))
     width = config.num_experts + len(EXTRA)
@@ -365,9 +375,12 @@ def finish_step(routers: Sequence[Router], config: ModelConfig, mpu: ParallelSta
     tokens_over = mpu.tp_dp_cp if tokens_are_cut(mpu) else mpu.dp_cp
     board = mpu.pp.all_reduce(tokens_over.all_reduce(board))
     loads = RouterLoads(layers, board[:, : config.num_experts], board[:, config.num_experts :])
-    if updated:
-        for router in routers:
-            router.move(loads.tokens[layers.index(router.layer)])
+    for router in routers:
+        tokens = loads.tokens[layers.index(router.layer)]
+        if updated or survey:
+            router.see(tokens)
+        if updated:
+            router.rebalance(tokens)
     return loads
 
 

@@ -139,7 +139,15 @@ def _parameters(training: Training) -> Iterator[tuple[nn.Parameter, Tensor]]:
                 yield parameter, main_grad(parameter)
 
 
-def _name(parameter: nn.Parameter) -> str:
+def _buffers(training: Training) -> Iterator[Tensor]:
+    """What moves without a gradient on this rank: buffers that have a place in the model."""
+    for stage in training.stages.values():
+        for buffer in stage.buffers():
+            if getattr(buffer, "shard", None) is not None:
+                yield buffer
+
+
+def _name(parameter: Tensor) -> str:
     """The name in the reference; a tied copy is compared with the original."""
     shard = shard_of(parameter)
     return shard.tied_to or shard.name
@@ -155,6 +163,8 @@ def _record(mpu: ParallelState, setup: Callable[[], None] | None, config: Config
         for parameter, grad in _parameters(training):
             found[f"{label}/grads/{_name(parameter)}"] = grad.clone()
             found[f"{label}/weights/{_name(parameter)}"] = parameter.detach().clone()
+        for buffer in _buffers(training):
+            found[f"{label}/weights/{_name(buffer)}"] = buffer.clone()
     save_file(found, path)
 
 
@@ -164,6 +174,13 @@ class _RankReport:
 
     difference: dict[str, float] = field(default_factory=dict)
     elements: dict[str, int] = field(default_factory=dict)
+
+    def add(self, label: str, tensor: Tensor, local: Tensor, mpu: ParallelState, reference: Any) -> None:
+        """Compares `local`, a value of `tensor` on this rank, with the reference."""
+        shard, key = shard_of(tensor), f"{label}/{_name(tensor)}"
+        difference = _difference(shard, local, reference.get_slice(key))
+        self.difference[key] = max(self.difference.get(key, 0.0), difference)
+        self.elements[key] = self.elements.get(key, 0) + (local.numel() if shard.is_saver(mpu) else 0)
 
 
 def _compare(
@@ -179,12 +196,10 @@ def _compare(
                 report.difference[key] = _finite(value - float(reference.get_tensor(key)))
                 report.elements[key] = 1
             for parameter, grad in _parameters(training):
-                owned = mpu.dp_cp.rank == 0 and shard_of(parameter).is_owner(mpu)
-                for kind, local in (("grads", grad), ("weights", parameter.detach())):
-                    key = f"{label}/{kind}/{_name(parameter)}"
-                    difference = _difference(shard_of(parameter), local, reference.get_slice(key))
-                    report.difference[key] = max(report.difference.get(key, 0.0), difference)
-                    report.elements[key] = report.elements.get(key, 0) + (local.numel() if owned else 0)
+                report.add(f"{label}/grads", parameter, grad, mpu, reference)
+                report.add(f"{label}/weights", parameter, parameter.detach(), mpu, reference)
+            for buffer in _buffers(training):
+                report.add(f"{label}/weights", buffer, buffer, mpu, reference)
     return report
 
 

@@ -56,6 +56,13 @@ class TrainConfig:
     """Peak dense TFLOP/s of one device in this precision, for MFU; looked up by name for GPUs that are known."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
+    router_every: int = 1
+    """Steps between rows of router.jsonl, the tokens of each expert (mixture of experts only)."""
+    dead_expert_steps: int = 50
+    """Steps without a token after which an expert is reported as dead; 0 is never."""
+    record_router: tuple[int, ...] = ()
+    """Steps of which the router logits are written into router_logits of the run folder (tools/route_lab.py replays
+    them)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +75,8 @@ class TrainConfig:
             f"train.{name}={getattr(self, name)} must be at least {least}"
             for name, least in (
                 ("num_steps", 1), ("global_batch_size", 1), ("micro_batch_size", 1), ("log_every", 1),
-                ("eval_every", 0), ("eval_steps", 1), ("hang_seconds", 0), ("seed", 0),
+                ("eval_every", 0), ("eval_steps", 1), ("hang_seconds", 0), ("seed", 0), ("router_every", 1),
+                ("dead_expert_steps", 0),
             )
             if getattr(self, name) < least
         ]  # fmt: skip
@@ -76,6 +84,8 @@ class TrainConfig:
             found.append(f"train.precision={self.precision} is reserved and not built yet; use {', '.join(_DTYPES)}")
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
             found.append(f"train.profile_steps={self.profile_steps} must be a first and a last step from 1")
+        if any(step < 1 for step in self.record_router):
+            found.append(f"train.record_router={self.record_router} must be steps from 1")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             found.append(f"train.peak_tflops={self.peak_tflops} must be positive")
         if dp is not None and self.global_batch_size > 0 and self.micro_batch_size > 0:

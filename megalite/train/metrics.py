@@ -10,17 +10,75 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from megalite.nn.router import EXTRA, RouterLoads
 
 DETERMINISTIC_FIELDS = (
     "step", "loss", "grad_norm", "learning_rate", "tokens", "samples", "loss_tokens", "sample_fingerprint", "skipped",
 )  # fmt: skip
-"""Fields that are a function of config and seed: bit-equal when a run is repeated or resumed in its layout."""
+"""Fields that are a function of config and seed: bit-equal when a run is repeated or resumed in its layout. With
+experts there is `moe`, another one."""
 
 TIMING_FIELDS = ("tokens_per_second", "step_seconds", "tflops_per_second", "mfu", "peak_memory_mb")
 """Fields that depend on the machine and the moment."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterStats:
+    """What the routers of the MoE layers did in one step, over the global batch; one entry a layer, in order."""
+
+    layers: tuple[int, ...]
+    """Global layer numbers."""
+    tokens: NDArray[np.int64]
+    """[layers, num_experts]: choices of each expert, before drops."""
+    dropped: tuple[int, ...]
+    """Choices that found their expert full."""
+    entropy: tuple[float, ...]
+    """Mean entropy of the scores of a token, in nats; ln(num_experts) when the router has no opinion."""
+    aux_loss: float
+    """Balancing losses of all layers, with their coefficient."""
+    z_loss: float
+    """Router z-losses of all layers, with their coefficient."""
+
+    @staticmethod
+    def of(loads: RouterLoads) -> RouterStats:
+        """The same as plain numbers."""
+        extra = dict(zip(EXTRA, loads.extra.cpu().unbind(1), strict=True))
+        return RouterStats(
+            layers=loads.layers,
+            tokens=loads.tokens.cpu().round().to(torch.int64).numpy(),
+            dropped=tuple(int(count) for count in extra["dropped"].round().tolist()),
+            entropy=tuple((extra["entropy"] / extra["tokens"].clamp(min=1)).tolist()),
+            aux_loss=float(extra["aux_loss"].sum()),
+            z_loss=float(extra["z_loss"].sum()),
+        )
+
+    @property
+    def max_violation(self) -> tuple[float, ...]:
+        """(largest - mean) / mean of the experts' tokens: 0 is even, num_experts - 1 is one expert for all."""
+        mean = self.tokens.mean(1)
+        return tuple(((self.tokens.max(1) - mean) / np.where(mean > 0, mean, 1.0)).tolist())
+
+    @property
+    def drop_rate(self) -> float:
+        """Dropped choices over all choices, of all layers."""
+        return sum(self.dropped) / max(int(self.tokens.sum()), 1)
+
+    def row(self) -> dict[str, Any]:
+        """What metrics.jsonl holds of it."""
+        return {
+            "aux_loss": _finite_or_none(self.aux_loss),
+            "z_loss": _finite_or_none(self.z_loss),
+            "drop_rate": self.drop_rate,
+            "max_violation": list(self.max_violation),
+            "entropy": [_finite_or_none(value) for value in self.entropy],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +113,20 @@ class StepMetrics:
     """tflops_per_second / the peak of the device; left out where the peak is not known."""
     peak_memory_mb: float
     """Most memory that rank 0 has held so far, in MiB: CUDA allocations, or the process's resident set on the CPU."""
+    moe: RouterStats | None = None
+    """What the routers did; left out of a dense model's row."""
 
-    def row(self) -> dict[str, int | float | bool | None]:
+    def row(self) -> dict[str, Any]:
         """The JSON object of this step; numbers that JSON cannot hold (nan, infinity) become null."""
-        row = asdict(self)
+        row = {field.name: _finite_or_none(getattr(self, field.name)) for field in fields(self)}
         if self.mfu is None:
             del row["mfu"]
-        return {name: None if _is_not_finite(value) else value for name, value in row.items()}
+        del row["moe"]
+        return row if self.moe is None else row | {"moe": self.moe.row()}
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

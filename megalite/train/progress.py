@@ -51,7 +51,7 @@ class ProgressView:
 
 
 def step_line(metrics: StepMetrics, speed: Speed, *, num_steps: int) -> str:
-    """The plain line of a step: step, loss, gradient norm, learning rate, speed, time left."""
+    """The plain line of a step: step, loss, gradient norm, learning rate, speed, worst expert load, time left."""
     width = len(str(num_steps))
     parts = [
         f"step {metrics.step:>{width}}/{num_steps}",
@@ -60,6 +60,8 @@ def step_line(metrics: StepMetrics, speed: Speed, *, num_steps: int) -> str:
         f"lr {metrics.learning_rate:.2e}",
         f"{speed.tokens_per_second:,.0f} tokens/s",
     ]
+    if metrics.moe is not None:
+        parts.append(f"max violation {max(metrics.moe.max_violation):.2f}")
     if metrics.mfu is not None:
         parts.append(f"MFU {metrics.mfu:.1%}")
     parts.append("SKIPPED" if metrics.skipped else f"ETA {clock_time((num_steps - metrics.step) * speed.seconds)}")

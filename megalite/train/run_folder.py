@@ -5,6 +5,9 @@
     validation.jsonl          one JSON object an evaluation
     log.txt                   what the run said
     checkpoints/step_00000010/, checkpoints/latest
+    router.jsonl              with experts: the tokens that chose each, one JSON object a step
+    router_heatmap.png        the same as a picture, of the last checkpoint
+    router_logits/            of the steps in train.record_router
     tensorboard/, profile/
 
 Only rank 0 writes here (checkpoints apart), and it writes nothing before the run begins, so that a run that fails
@@ -17,7 +20,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,31 +38,41 @@ class RunFolderError(ValueError):
 
 
 class JsonLines:
-    """A file of one JSON object a line, appended to; floats keep full precision.
+    """A file of one JSON object a line, appended to and made by the first row; floats keep full precision.
 
     Each line reaches the operating system at once, so a killed process loses nothing; `sync` brings it to disk.
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row."""
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
         """Waits until everything written is on disk."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Writes no more."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file up to the first one that is not whole; none when there is no file."""
-    return [json.loads(line) for line in _whole_lines(path)]
+    return list(each_row(path))
+
+
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """`read_rows`, one by one."""
+    return (json.loads(line) for line in _whole_lines(path))
 
 
 def cut_back(path: Path, step: int) -> int:
@@ -78,16 +91,15 @@ def cut_back(path: Path, step: int) -> int:
     return last
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> Iterator[str]:
     """Lines that end in a newline and hold an object with a step, up to the first that does not."""
     if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        if not (line.endswith("\n") and _is_row(line)):
-            break
-        lines.append(line)
-    return lines
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            if not (line.endswith("\n") and _is_row(line)):
+                return
+            yield line
 
 
 def _is_row(line: str) -> bool:
@@ -105,6 +117,9 @@ class RunFolder:
         self.config_file = self.path / "config.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.validation_file = self.path / "validation.jsonl"
+        self.router_file = self.path / "router.jsonl"
+        self.router_heatmap = self.path / "router_heatmap.png"
+        self.router_logits = self.path / "router_logits"
         self.log_file = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
@@ -162,7 +177,7 @@ class RunFolder:
         return not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir())
 
     def _contents(self) -> str:
-        rows = _whole_lines(self.metrics_file)
+        rows = list(_whole_lines(self.metrics_file))
         if rows:
             return f"metrics up to step {json.loads(rows[-1])['step']}"
         entries = sorted(entry.name for entry in self.path.iterdir())
@@ -179,6 +194,7 @@ class RunFolder:
         self._take_lock()
         last = cut_back(self.metrics_file, step)
         cut_back(self.validation_file, step)
+        cut_back(self.router_file, step)
         if last < step and self.metrics_file.exists():
             logger.warning("%s ends at step %d, the run goes on after step %d", self.metrics_file, last, step)
         if self._write_config is not None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from megalite.batch import BatchTotals
 from megalite.data.build import Datasets
 from megalite.data.sampler import GlobalBatches, fold_fingerprint
 from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.nn.router import Router, RouterLoads, finish_step
 from megalite.optim.lr import lr_at
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel
@@ -24,6 +27,7 @@ class StepResult:
 
     loss: the sum over all valid tokens of the global batch / their number, which is what was optimised.
     grad_norm: global, before clipping. num_tokens: valid tokens. sample_fingerprint: of the samples consumed.
+    router_loads: of the mixture-of-experts layers, if there are any.
     """
 
     loss: float
@@ -32,6 +36,7 @@ class StepResult:
     num_tokens: int
     skipped: bool
     sample_fingerprint: int
+    router_loads: RouterLoads | None = None
 
 
 @dataclass(kw_only=True)
@@ -48,6 +53,9 @@ class Training:
     validation: GlobalBatches | None
     datasets: Datasets
     num_steps: int
+    model: ModelConfig
+    routers: list[Router] = field(default_factory=list)
+    """Of this rank's stages."""
 
     def learning_rate(self, step: int) -> float:
         """The learning rate that the step after `step` others uses."""
@@ -64,15 +72,27 @@ def train_step(training: Training, step: int) -> StepResult:
     # The loss is a mean over the valid tokens of the whole global batch. Their number is known before the first
     # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
     totals = mpu.dp.all_reduce(local.totals().to(mpu.dp.device))
-    num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[1]))
+    num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[2]))
+    of_batch = BatchTotals(num_rows=training.batches.global_batch_size, num_tokens=int(totals[1]))
+    microbatches = [replace(microbatch, totals=of_batch) for microbatch in local.microbatches]
 
+    if training.model.num_experts and training.model.aux_loss == "global_exact":
+        training.executor.evaluate(microbatches)  # only to see what the routers choose
+        _finish_routers(training, updated=False, survey=True)
     for data_parallel in training.data_parallels.values():
         data_parallel.zero_grad()
-    loss_sum = training.executor.run(local.microbatches, grad_scale=1.0 / max(num_tokens, 1))
+    loss_sum = training.executor.run(microbatches, grad_scale=1.0 / max(num_tokens, 1))
     learning_rate = training.learning_rate(step)
     update = training.optimizer.step(learning_rate)
+    loads = _finish_routers(training, updated=not update.skipped)
     loss = _global_mean(loss_sum, num_tokens, mpu)
-    return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint)
+    return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, loads)
+
+
+def _finish_routers(training: Training, *, updated: bool, survey: bool = False) -> RouterLoads | None:
+    if not training.model.num_experts:
+        return None
+    return finish_step(training.routers, training.model, training.mpu, updated=updated, survey=survey)
 
 
 def evaluate(training: Training, num_steps: int) -> float:

@@ -18,7 +18,7 @@ from megalite.train.callbacks import Callback
 from megalite.train.checkpoints import CheckpointSections, RunCheckpoints
 from megalite.train.failure import StopRequest
 from megalite.train.flops import workload_of
-from megalite.train.metrics import Meter, Speed, StepMetrics, peak_memory_mb
+from megalite.train.metrics import Meter, RouterStats, Speed, StepMetrics, peak_memory_mb
 from megalite.train.run_folder import RunFolder
 from megalite.train.step import StepResult, Training, evaluate, train_step
 
@@ -199,6 +199,7 @@ class Trainer:
             tflops_per_second=tflops,
             mfu=tflops / peak if peak is not None else None,
             peak_memory_mb=peak_memory_mb(self.training.device),
+            moe=RouterStats.of(result.router_loads) if result.router_loads is not None else None,
         )
 
     def _check_finite(self, metrics: StepMetrics) -> None:
