@@ -25,12 +25,12 @@ from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.mlp import output_std
 from megalite.parallel.random import normal_
-from megalite.parallel.shard import Cut, Shard, even_cut, set_shard
+from megalite.parallel.shard import Cut, Shard, ShardedModule, even_cut, set_shard
 from megalite.parallel.tensor import init_unless_meta, main_grads
 from megalite.parallel.wgrad import WeightGradQueue
 
 
-class Experts(nn.Module):
+class Experts(ShardedModule):
     """down_e(silu(gate_e x) * up_e x) * prob for each token x of expert e: SwiGLU experts, tokens sorted by expert.
 
     fc1 [E, 2 f, h] (gate rows first) and fc2 [E, h, f] are cut over mpu.ep on E and over mpu.etp on f; with etp > 1

@@ -268,9 +268,10 @@ class Dispatcher:
                 f" set etp={mpu.tp.size}, or leave cut_expert_tokens on"
             )
         # Ranks whose tokens may meet in one expert, and their numbers on that axis by (etp rank, ep rank).
-        self.sources, self._numbers = (
-            _sources(mpu) if self.cut else (mpu.ep, torch.arange(mpu.ep.size, device="cpu")[None])
-        )
+        # On the host, even where the model is built on the meta device.
+        self.sources, self._numbers = mpu.ep, torch.arange(mpu.ep.size, device="cpu")[None]
+        if self.cut:
+            self.sources, self._numbers = _sources(mpu)
         self._row = mpu.etp.rank if self.cut else 0
         self._split = part_sizes(num_experts, mpu.ep)
         start = sum(self._split[: mpu.ep.rank])
@@ -378,7 +379,6 @@ def _reordered(sizes: Tensor, starts: Tensor, length: int, device: torch.device)
 def _sources(mpu: ParallelState) -> tuple[Axis, Tensor]:
     """The axis of ep x etp, and the number on it of each (etp rank, ep rank)."""
     members = mpu.grid.members(mpu.rank, ("etp", "ep"))
-    # On the host even where a model is built on another device.
     numbers = torch.empty(mpu.etp.size, mpu.ep.size, dtype=torch.int64, device="cpu")
     for number, member in enumerate(members):
         at = mpu.grid.coordinates(member, expert=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -96,6 +98,14 @@ def test_main_grads_are_added_to_and_wait_for_the_queue() -> None:
     for name, parameter in experts.named_parameters():
         assert parameter.grad is None
         torch.testing.assert_close(parameter.main_grad, 1 + plain[name])  # pyright: ignore
+
+
+def test_copies_know_what_they_are_and_defer_for_themselves() -> None:
+    experts = GeluExperts(CONFIG, SINGLE)
+    copied = copy.deepcopy(experts)
+    assert copied.queue is not experts.queue and copied.fc1 is not experts.fc1
+    for name, parameter in copied.named_parameters():
+        assert shard_of(parameter) == shard_of(experts.get_parameter(name)), name
 
 
 def test_frozen_weights_get_no_gradient() -> None:
