@@ -285,9 +285,13 @@ def _read_tensors(place: Path, manifest: Manifest, tensors: Tensors) -> None:
             try:
                 if stored.file not in opened:
                     opened[stored.file] = stack.enter_context(safe_open(place / stored.file, framework="pt"))
-                piece.view.copy_(opened[stored.file].get_tensor(stored.name))
+                tensor = opened[stored.file].get_tensor(stored.name)
             except SafetensorError as error:
                 raise CheckpointError(f"{place / stored.file} is damaged: {error}") from error
+            if tensor.shape != stored.sizes:
+                shape = list(tensor.shape)
+                raise CheckpointError(f"{place / stored.file}: {stored.name} is {shape}, not {list(stored.sizes)}")
+            piece.view.copy_(tensor)
 
 
 def _find(manifest: Manifest, piece: Held) -> Piece:

@@ -335,7 +335,7 @@ def _padded(token: Tensor, expert: Tensor, probs: Tensor, counts: Tensor, places
     tokens = token.new_full((num_experts * places,), zero_row).index_copy(0, place, token)
     weights = probs.new_zeros(num_experts * places).index_copy(0, place, probs)
     experts = torch.arange(num_experts, device=token.device).repeat_interleave(places)
-    return Assignment(tokens, experts, weights, torch.full_like(counts, places))
+    return Assignment(tokens, experts, weights, torch.full_like(counts, places), has_unused=True)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ too.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +171,24 @@ def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter
     return [sorted(group, key=lambda p: p.storage_offset()) for group in groups.values()]
 
 
+class ShardedModule(nn.Module):
+    """Base of layers that hold marked parameters: `copy.deepcopy` keeps the marks, and neighbours in memory adjacent.
+
+    torch copies the values of a parameter and drops its attributes. A copy has no gradients, main or other, and
+    shares the axes of the original.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for group in storage_groups([p for p in self.parameters() if id(p) not in memo]):
+            for old, new in zip(group, _side_by_side(group, group[0].device, group[0].dtype), strict=True):
+                memo[id(old)] = new
+                new.data.copy_(old.data)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
 def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Gives every meta parameter of `module` memory in `dtype` on `device`.
 
@@ -178,12 +197,7 @@ def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     """
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for group in storage_groups([p for p in module.parameters() if p.is_meta]):
-        memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
-        offset = 0
-        for old in group:
-            data = memory[offset : offset + old.numel()].view(old.shape)
-            fresh[old] = set_shard(nn.Parameter(data, requires_grad=old.requires_grad), shard_of(old))
-            offset += old.numel()
+        fresh.update(zip(group, _side_by_side(group, device, dtype), strict=True))
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and parameter in fresh:
@@ -198,6 +212,17 @@ def _real_buffer(meta: Tensor, device: torch.device, dtype: torch.dtype) -> Tens
     real = torch.zeros_like(meta, device=device, dtype=dtype if meta.is_floating_point() else meta.dtype)
     shard = getattr(meta, "shard", None)
     return real if shard is None else set_shard(real, shard)
+
+
+def _side_by_side(group: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+    """New parameters of zeros with the shapes and marks of `group`, in one storage in this order."""
+    memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
+    parts = memory.split([p.numel() for p in group])
+    new = [nn.Parameter(part.view(p.shape), p.requires_grad) for part, p in zip(parts, group, strict=True)]
+    for parameter, old in zip(new, group, strict=True):
+        if getattr(old, "shard", None) is not None:
+            set_shard(parameter, shard_of(old))
+    return new
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:

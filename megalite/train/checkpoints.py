@@ -115,7 +115,12 @@ class RunCheckpoints:
 
     def _load(self, path: Path) -> Manifest:
         manifest = store.load(path, self._tensors(), self._mpu)
-        self._training.optimizer.steps = int(manifest.state["updates"])
+        updates = manifest.state.get("updates")
+        if type(updates) is not int:
+            raise ResumeError(
+                f"{path} does not say how many updates the optimizer has made: it is not of a training run"
+            )
+        self._training.optimizer.steps = updates
         return manifest
 
     @property

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.data.indexed import FormatError
 from megalite.kernels.attention import resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
@@ -33,7 +34,9 @@ from megalite.train.trainer import NonFiniteError, Outcome, RunError, Trainer
 
 logger = logging.getLogger("megalite")
 
-_MENDABLE = (RunError, RunFolderError, ResumeError, CheckpointError, NonFiniteGradient, NonFiniteError)
+_MENDABLE = (
+    RunError, RunFolderError, ResumeError, CheckpointError, FormatError, NonFiniteGradient, NonFiniteError,
+)  # fmt: skip
 """Errors during a run that the user can do something about."""
 
 

@@ -317,6 +317,57 @@ def test_damage_is_named(tmp_path: Path, how: str, message: str) -> None:
         run.load(tmp_path)
 
 
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def _piece(content: dict[str, Any]) -> dict[str, Any]:
+    return content["tensors"]["parameter/words"]["pieces"][0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m.pop("step"), "it has no step of type int"),
+        (lambda m: m.pop("format"), "it has no format of type int"),
+        (lambda m: m.update(step="2"), "it has no step of type int"),
+        (lambda m: m.update(step=True), "it has no step of type int"),
+        (lambda m: m.update(step=-2), "it has step -2"),
+        (lambda m: m.update(layout=[1]), "it has no layout of type dict"),
+        (lambda m: m.update(state=None), "it has no state of type dict"),
+        (lambda m: m.update(files=[]), "it has no files of type dict"),
+        (lambda m: m["files"].update({"rank_00000.safetensors": 3}), r"files\.rank_00000\.safetensors has no size"),
+        (lambda m: m["files"]["rank_00000.safetensors"].pop("crc32"), "has no crc32 of type int"),
+        (lambda m: m.update(tensors=3), "it has no tensors of type dict"),
+        (lambda m: m["tensors"].update({"parameter/words": []}), "parameter/words has no pieces of type list"),
+        (lambda m: m["tensors"]["parameter/words"].update(shape="73"), "parameter/words has no shape of type list"),
+        (lambda m: m["tensors"]["parameter/words"].update(pieces=[7]), "parameter/words has no offset of type list"),
+        (lambda m: _piece(m).update(sizes=[7, "3"]), "parameter/words has no list of sizes as sizes"),
+        (lambda m: _piece(m).update(offset=[-1, 0]), "parameter/words has no list of sizes as offset"),
+        (lambda m: _piece(m).update(name=None), "parameter/words has no name of type str"),
+        (lambda m: _piece(m).update(file="../a"), r"parameter/words is in \.\./a, which is not among its files"),
+        (lambda m: _piece(m).update(name="elsewhere"), "rank_00000.safetensors is damaged: .*elsewhere"),
+        (lambda m: _piece(m).update(name="parameter/layers.0.norm@0"), r"norm@0 is \[3\], not \[7, 3\]"),
+    ],
+)
+def test_a_malformed_manifest_is_told_plainly(tmp_path: Path, edit: Edit, message: str) -> None:
+    run = Run(SINGLE)
+    path = run.save(tmp_path, 2) / MANIFEST
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        run.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "[" * 100_000, '{"format": "1"}', "\udcff"])
+def test_a_manifest_that_is_no_object_is_told_plainly(tmp_path: Path, text: str) -> None:
+    run = Run(SINGLE)
+    path = run.save(tmp_path, 2) / MANIFEST
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: "):
+        run.load(tmp_path)
+
+
 def _fail_on_rank_one(mpu: ParallelState, folder: str) -> tuple[str, bool]:
     """A save that fails on one rank, after one that did not."""
     run, path = Run(mpu), Path(folder)

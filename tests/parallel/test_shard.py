@@ -1,113 +1,133 @@
-"""Buffers as part of the model's state: named, given memory, marked and saved like parameters."""
+"""Copies of layers: marks, neighbours in memory, and gradients of their own."""
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelConfig, ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.nn.norm import LayerNorm
+from megalite.nn.position import PositionEmbedding
+from megalite.parallel.data import DataParallel, Unit, main_grad
 from megalite.parallel.random import initialize
-from megalite.parallel.shard import (
-    Cut,
-    Shard,
-    buffer_tensors,
-    copies_axis,
-    even_cut,
-    mark_copies,
-    materialize,
-    name_parameters,
-    persistent_buffers,
-    set_shard,
-    shard_of,
+from megalite.parallel.shard import adjacent, name_parameters, shard_of
+from megalite.parallel.tensor import (
+    ColumnParallelLinear,
+    FusedColumnParallelLinear,
+    OutputPart,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    share_queue,
 )
+from megalite.parallel.wgrad import WeightGradQueue
 from megalite.testing.world import World
 
+WIDTH = 8
 
-class Counter(nn.Module):
-    """A cut buffer, a plain one, one of integers, one that is no state; a submodule is used twice."""
 
-    loads: Tensor
-    count: Tensor
-    table: Tensor
+class Block(nn.Module):
+    """One layer of each kind; a plain module, as a user would write it."""
 
     def __init__(self, mpu: ParallelState):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        segments = even_cut(8, mpu.tp)
-        self.register_buffer("loads", torch.ones(segments[0][1]))
-        set_shard(self.loads, Shard("loads", (8,), (Cut(mpu.tp, 0, segments),)))
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("table", torch.zeros(3), persistent=False)
-        self.register_buffer("nothing", None)
-        self.inner = nn.BatchNorm1d(3)
-        self.again = self.inner
+        config = ModelConfig(hidden_size=WIDTH, max_positions=6)
+        self.queue = WeightGradQueue()
+        self.words = VocabParallelEmbedding(11, WIDTH, axis=mpu.tp)
+        self.positions = PositionEmbedding(config, mpu)
+        self.norm = LayerNorm(config, mpu)
+        self.qkv = FusedColumnParallelLinear(WIDTH, {n: OutputPart(4) for n in "qkv"}, axis=mpu.tp)
+        self.out = RowParallelLinear(4, WIDTH, axis=mpu.tp)
+        self.column = ColumnParallelLinear(WIDTH, WIDTH, axis=mpu.tp, gather_output=True)
+        self.twin = self.column  # a module used twice stays one
+        share_queue(self, self.queue)
+        name_parameters(self)
+        initialize(self, seed=1)
 
-    def init_parameters(self, seed: int) -> None:
-        """The buffers, too."""
-        nn.init.ones_(self.weight)
-        self.loads.fill_(0.5)
-
-
-def _counter(mpu: ParallelState, dtype: torch.dtype = torch.bfloat16) -> Counter:
-    with torch.device("meta"):
-        counter = Counter(mpu)
-        name_parameters(counter)
-    materialize(counter, torch.device("cpu"), dtype)
-    initialize(counter, seed=0)
-    return counter
+    def forward(self, ids: Tensor) -> Tensor:
+        """[s, b] -> a scalar."""
+        x = self.norm(self.words(ids) + self.positions(torch.arange(ids.shape[0])[:, None]))
+        q, k, v = self.qkv(x).split(self.qkv.sizes, dim=-1)
+        return self.twin(self.column(x + self.out(q * k + v))).square().sum()
 
 
-def test_persistent_buffers_are_named_by_their_path() -> None:
-    counter = _counter(ParallelState.single())
-    names = ["loads", "count", "inner.running_mean", "inner.running_var", "inner.num_batches_tracked"]
-    assert [name for name, _ in persistent_buffers(counter)] == names
-    assert [shard_of(buffer).name for _, buffer in persistent_buffers(counter)] == names
-    assert getattr(counter.table, "shard", None) is None
-    tensors = buffer_tensors(counter)
-    assert [shard.name for shard, _ in tensors["buffer"]] == names
-    assert tensors["buffer"][0][1] is counter.loads  # live, so that a checkpoint is loaded into it
-    assert buffer_tensors(nn.Linear(2, 2)) == {}
+def _adopted(mpu: ParallelState) -> Block:
+    block = Block(mpu)
+    DataParallel([Unit("block", list(block.parameters()))], mpu, queue=block.queue)
+    return block
 
 
-def test_buffers_get_memory_in_float32_and_integers_stay_integers() -> None:
-    counter = _counter(ParallelState.single())
-    assert counter.weight.dtype == torch.bfloat16
-    assert counter.loads.dtype == torch.float32 and counter.loads.eq(0.5).all()
-    assert counter.count.dtype == torch.int64 and counter.table.dtype == torch.float32
-    assert _counter(ParallelState.single(), torch.float64).loads.dtype == torch.float64
+def _parts(block: Block) -> list[list[Tensor]]:
+    parts = [block.qkv.part(name) for name in "qkv"]
+    return [[p.weight.data for p in parts], [p.bias.data for p in parts if p.bias is not None]]
 
 
-def test_a_copy_of_a_stage_marks_its_buffers_too() -> None:
-    single = ParallelState.single()
-    counter = _counter(single)
-    mark_copies(counter)
-    mark_copies(counter)
-    for shard, _ in buffer_tensors(counter)["buffer"]:
-        assert shard.tied_to == shard.name and not shard.is_owner(single) and not shard.is_saver(single)
+def _copy(mpu: ParallelState, adopted: bool) -> tuple[Block, Block]:
+    """A block after a backward pass, and its copy after one of its own."""
+    block = _adopted(mpu) if adopted else Block(mpu)
+    ids = torch.arange(6).view(6, 1)
+    block(ids).backward()
+    block.queue.deferring = adopted  # the copy defers nothing
+    before = [p.detach().clone() for p in block.parameters()]
+    copied = copy.deepcopy(block)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    copied(ids).backward()
+    for old, new in zip(before, copied.parameters(), strict=True):
+        assert torch.equal(old, new)
+    return block, copied
 
 
-def _cut(mpu: ParallelState) -> tuple[tuple[int, ...], list[tuple[int, ...]], bool]:
-    counter = _counter(mpu)
-    shard = shard_of(counter.loads)
-    return shard.shape, [offset for offset, _, _ in shard.pieces(counter.loads)], shard.is_saver(mpu)
+def _check(mpu: ParallelState, adopted: bool) -> None:
+    block, copied = _copy(mpu, adopted)
+    names = dict(copied.named_parameters())
+    assert len(names) == len(dict(block.named_parameters())) == 14
+    for name, old in block.named_parameters():
+        assert shard_of(names[name]) == shard_of(old) and shard_of(old).name == name
+        torch.testing.assert_close(names[name].grad, main_grad(old) if adopted else old.grad)  # one contribution each
+        assert not hasattr(names[name], "main_grad")
+    for tensors in _parts(copied):
+        assert adjacent(tensors) is not None
+    assert copied.twin is copied.column
+    assert copied.queue is copied.out.queue and copied.queue is not block.queue
+    assert copied.out.axis is mpu.tp
 
 
-def test_a_cut_buffer_keeps_its_place_in_the_model(world: World) -> None:
-    assert world.run(_cut, layout=ParallelConfig(tp=2), ranks=4) == [
-        ((8,), [(0,)], True), ((8,), [(4,)], True), ((8,), [(0,)], False), ((8,), [(4,)], False),
-    ]  # fmt: skip
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_copied_module_keeps_its_marks_and_has_gradients_of_its_own(adopted: bool) -> None:
+    _check(ParallelState.single(), adopted)
 
 
-def _copies(mpu: ParallelState) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return copies_axis("dense", mpu).ranks, copies_axis("expert", mpu).ranks
+def test_a_copied_module_stays_on_its_axes(world: World) -> None:
+    world.run(_check, True, layout=ParallelConfig(tp=2))
 
 
-def test_which_ranks_hold_the_same_part(world: World) -> None:
-    layout = ParallelConfig(tp=2, ep=2)
-    assert world.run(_copies, layout=layout, ranks=4) == [
-        ((0, 2), (0, 2)), ((1, 3), (1, 3)), ((0, 2), (0, 2)), ((1, 3), (1, 3)),
-    ]  # fmt: skip
-    whole_stage = ParallelConfig(tp=2, ep=4)
-    assert world.run(_copies, layout=whole_stage, ranks=4) == [
-        ((0, 2), (0,)), ((1, 3), (1,)), ((0, 2), (2,)), ((1, 3), (3,)),
-    ]  # fmt: skip
+def test_a_copied_model_ties_its_own_weights() -> None:
+    config = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=11, tie_embeddings=True)
+    model = Transformer(config, ParallelState.single())
+    assert model.embedding is not None and model.head is not None
+    model.head.weight = model.embedding.weight
+    name_parameters(model)
+    copied = copy.deepcopy(model)
+    assert copied.embedding is not None and copied.head is not None
+    assert copied.head.weight is copied.embedding.weight is not model.embedding.weight
+    assert [shard_of(p) for p in copied.parameters()] == [shard_of(p) for p in model.parameters()]
+    assert {id(m.queue) for m in copied.modules() if hasattr(m, "queue")} == {id(copied.queue)}
+    assert copied.mpu is model.mpu
+
+
+def test_a_layer_is_copied_alone() -> None:
+    norm = LayerNorm(ModelConfig(hidden_size=WIDTH), ParallelState.single())
+    norm.weight.requires_grad_(False)
+    norm.extra = nn.Parameter(torch.ones(2))  # without a mark
+    copied = copy.deepcopy(norm.train(False))
+    assert shard_of(copied.weight) == shard_of(norm.weight)
+    assert not copied.weight.requires_grad and copied.bias.requires_grad and not copied.training
+    assert not hasattr(copied.extra, "shard") and copied.weight.data_ptr() != norm.weight.data_ptr()
+    both = copy.deepcopy({"layer": norm, "weight": norm.weight})  # what else refers to the parameter follows
+    assert both["weight"] is both["layer"].weight

@@ -1,5 +1,6 @@
 """What a run keeps of its state, and when a checkpoint may be continued."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,16 @@ def test_a_data_order_that_changes_with_the_length_of_the_run_is_told(
     assert caplog.text == ""
     make(tmp_path, resume="auto", num_steps=18)[0].load(path)
     assert "made for 36 samples, and is now made for 72" in caplog.text
+
+
+@pytest.mark.parametrize("updates", [None, "3", True])
+def test_a_checkpoint_without_the_run_s_counters_is_refused(tmp_path: Path, updates: Any) -> None:
+    path = make(tmp_path)[0].save(3)
+    content = json.loads((path / "manifest.json").read_text())
+    content["state"]["updates"] = updates
+    (path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ResumeError, match="does not say how many updates"):
+        make(tmp_path, resume="auto")[0].load(path)
 
 
 def test_a_new_run_takes_over_the_state_of_another_one(tmp_path: Path) -> None:
