@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.random import initialize
@@ -25,6 +25,10 @@ from megalite.testing.world import World
 
 class Counter(nn.Module):
     """A cut buffer, a plain one, one of integers, one that is no state; a submodule is used twice."""
+
+    loads: Tensor
+    count: Tensor
+    table: Tensor
 
     def __init__(self, mpu: ParallelState):
         super().__init__()
