@@ -64,7 +64,7 @@ def test_a_bias_balances_over_the_steps_and_a_replay_as_recorded_uses_the_record
     rule = parse_rule("bias: expert_bias=true expert_bias_rate=0.01 router_score=sigmoid")
     outcomes = simulate(rule, steps, ep=2, repeat=20)
     first, last = (outcome.stats.max_violation[0] for outcome in (outcomes[0][0], outcomes[-1][-1]))
-    assert last < 0.3 * first
+    assert last < 0.5 * first
     bias = torch.tensor([0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0])
     moe = replace(steps[0].moe, expert_bias=True)
     steps = [replace(steps[0], moe=moe), replace(steps[1], moe=moe, expert_bias=bias)]
