@@ -82,19 +82,19 @@ class _Gelu(torch.autograd.Function):
 
 
 def _swiglu_forward(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    for gate_part, up_part, out_part in _row_chunks(gate, up, out):
+    for gate_part, up_part, out_part in row_chunks(gate, up, out):
         # torch's CPU silu runs at half speed on strided rows: a copy is cheaper.
         torch.mul(F.silu(gate_part.contiguous()), up_part, out=out_part)
 
 
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    for dy, gate_part, up_part, dgate_part, dup_part in _row_chunks(dout, gate, up, dgate, dup):
+    for dy, gate_part, up_part, dgate_part, dup_part in row_chunks(dout, gate, up, dgate, dup):
         gate_part = gate_part.contiguous()
         torch.mul(F.silu(gate_part), dy, out=dup_part)
         dgate_part.copy_(torch.ops.aten.silu_backward(dy * up_part, gate_part))
 
 
-def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Matching row slices of tensors [..., f], as matrices; one slice of everything off the CPU."""
     width = tensors[0].shape[-1]
     rows = [x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0) for x in tensors]

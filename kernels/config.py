@@ -14,6 +14,8 @@ class KernelConfig:
     """Backend of norms, activations, rotary embedding, dropout, loss and optimizer."""
     attention: Literal["auto", "sdpa", "block"] = "auto"
     """Attention: torch's SDPA, or block-causal matrix products; auto takes the faster, and block with dropout."""
+    grouped: Literal["auto", "loop", "grouped_mm"] = "auto"
+    """Matrix products of experts: one after another, or torch's grouped GEMM (no float64); auto takes the faster."""
     fp32_gemm: Literal["auto", "ieee", "onednn"] = "auto"
     """CPU float32 matrix products: MKL, or oneDNN where a start-up probe finds it accurate (onednn: else an error)."""
     malloc_tuning: bool = True

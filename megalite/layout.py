@@ -1,7 +1,9 @@
-"""Layouts on one line: `tp2+sp+pp2v2:zb_v+cp4:ulysses_ring+ep2+dp2+zero3+recompute:full+offload:cpu+mbs2`.
+"""Layouts on one line: `tp2+sp+pp2v2:zb_v+cp4:ulysses_ring+ep2+etp2+dp2+zero3+recompute:full+offload:cpu+mbs2`.
 
 Parts come in any order; a missing one is 1 or off. The data-parallel size is always that of the dense model:
-ranks = tp * cp * pp * dp, and an unnamed dp is the least that the expert axes fit into.
+ranks = tp * cp * pp * dp, and an unnamed dp is the least that the expert axes fit into. `ep4:all_gather` and
+`ep4:hierarchical2` (2 ranks to a node) say how tokens reach their experts, `etp2:whole` that every tensor-parallel rank
+sends all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from megalite.mpu import ParallelConfig
 
 _SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?::([a-z0-9_]+|csv:[^+]+))?")
 _PARTS = ("tp", "pp", "cp", "ep", "etp", "dp", "mbs", "zero", "sp", "recompute:", "offload:")
-_TAGS = {"pp": "schedule", "cp": "cp_mode"}
+_TAGS = {"pp": "schedule", "cp": "cp_mode", "ep": "expert_dispatch", "etp": "cut_expert_tokens"}
+_NODES = re.compile(r"hierarchical([1-9]\d*)")
+_WHOLE = "whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +93,33 @@ def _parse_part(part: str, text: str) -> dict[str, Any]:
         raise ValueError(f"layout {text!r}: {part!r} is not a part of a layout{_hint(part)}")
     axis, size, chunks, tag = found[1], int(found[2]), found[3], found[4]
     if (chunks and axis != "pp") or (tag and axis not in _TAGS):
-        raise ValueError(f"layout {text!r}: {part!r}: only pp takes v<chunks>, only pp and cp take :<name>")
+        raise ValueError(f"layout {text!r}: {part!r}: only pp takes v<chunks>, only {', '.join(_TAGS)} take :<name>")
     if (size < 1 and axis != "zero") or chunks == "0":
         raise ValueError(f"layout {text!r}: {part!r}: sizes are at least 1")
     values: dict[str, Any] = {"micro_batch_size" if axis == "mbs" else axis: size}
     if chunks:
         values["vpp"] = int(chunks)
     if tag:
-        values[_TAGS[axis]] = tag
+        values |= _tagged(axis, tag, part, text)
     return values
+
+
+def _tagged(axis: str, tag: str, part: str, text: str) -> dict[str, Any]:
+    """The fields that `axis<size>:tag` sets besides the size."""
+    if axis == "etp":
+        if tag != _WHOLE:
+            raise ValueError(f"layout {text!r}: {part!r}: etp takes :{_WHOLE} only")
+        return {_TAGS[axis]: False}
+    if axis != "ep":
+        return {_TAGS[axis]: tag}
+    if nodes := _NODES.fullmatch(tag):
+        return {_TAGS[axis]: "hierarchical", "expert_node_size": int(nodes[1])}
+    if tag not in ("all_to_all", "all_gather"):
+        raise ValueError(
+            f"layout {text!r}: {part!r}: ep takes :all_to_all, :all_gather or :hierarchical with the ranks of a node,"
+            " such as :hierarchical2"
+        )
+    return {_TAGS[axis]: tag}
 
 
 def _hint(part: str) -> str:
@@ -117,13 +139,16 @@ def format_layout(layout: Layout) -> str:
     chunks = f"v{parallel.vpp}" if parallel.vpp > 1 else ""
     schedule = f":{parallel.schedule}" if parallel.schedule != default.schedule else ""
     mode = f":{parallel.cp_mode}" if parallel.cp_mode != default.cp_mode else ""
+    dispatch = parallel.expert_dispatch if parallel.expert_dispatch != default.expert_dispatch else ""
+    if dispatch and parallel.expert_node_size is not None:
+        dispatch += str(parallel.expert_node_size)
     parts = [
         sized("tp", parallel.tp),
         "sp" if parallel.sequence_parallel else "",
         sized("pp", parallel.pp, chunks + schedule),
         sized("cp", parallel.cp, mode),
-        sized("ep", parallel.ep),
-        sized("etp", parallel.etp),
+        sized("ep", parallel.ep, f":{dispatch}" if dispatch else ""),
+        sized("etp", parallel.etp, "" if parallel.cut_expert_tokens else f":{_WHOLE}"),
         f"dp{layout.dp}" if layout.dp != _least_dp(parallel) else "",
         f"zero{parallel.zero}" if parallel.zero else "",
         f"recompute:{layout.recompute}" if layout.recompute != "none" else "",

@@ -145,6 +145,9 @@ class Axis:
         self.stats = AxisStats()
         self.last_call = last_call if last_call is not None else LastCall()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a place: the copy of a layer stays where the layer is
+
     def __repr__(self) -> str:
         return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {_compact(self.ranks)})"
 
@@ -209,8 +212,14 @@ class Axis:
         self, tensor: Tensor, send_rows: Sequence[int] | None = None, receive_rows: Sequence[int] | None = None
     ) -> Tensor:
         """Exchanges rows (dim 0): equal parts, or `send_rows[i]` rows to rank i and `receive_rows[i]` from it."""
+        return self.start_all_to_all(tensor, send_rows, receive_rows).wait()
+
+    def start_all_to_all(
+        self, tensor: Tensor, send_rows: Sequence[int] | None = None, receive_rows: Sequence[int] | None = None
+    ) -> Pending:
+        """Begins an exchange of rows; keep `tensor` unchanged until `wait`."""
         if self.size == 1:
-            return tensor
+            return Pending(tensor, None)
         row_bytes = tensor.nbytes // max(tensor.shape[0], 1)
         mine = send_rows[self.rank] if send_rows is not None else tensor.shape[0] // self.size
         self._enter("all_to_all", tensor.nbytes - mine * row_bytes)
@@ -224,7 +233,7 @@ class Axis:
             group=self.group,
             async_op=True,
         )
-        return Pending(out, work, self.last_call).wait()
+        return Pending(out, work, self.last_call)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of the rank at index `source` to all, in place; returns it."""
@@ -321,6 +330,7 @@ def _compact(ranks: Sequence[int]) -> str:
 _AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp",), "ep": ("ep",), "etp": ("etp",), "edp": ("edp",),
     "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"), "tp_dp_cp": ("tp", "dp", "cp"), "tp_pp": ("tp", "pp"),
+    "etp_ep": ("etp", "ep"),
 }  # fmt: skip
 
 
@@ -328,10 +338,10 @@ _AXES: dict[str, tuple[str, ...]] = {
 class ParallelState:
     """This rank's place on every axis; built once and passed down.
 
-    tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed; tp_cp and tp_dp_cp
-    cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the model (with cp = 1);
-    embd joins the first and the last stage; replica joins the two ranks of a pipeline that hold the same stages under a
-    bidirectional schedule; world is everyone in the layout.
+    tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed (experts': edp); tp_cp and
+    tp_dp_cp cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the dense model
+    (with cp = 1), etp_ep one of a stage's experts; embd joins the first and the last stage; replica joins the two ranks
+    of a pipeline that hold the same stages under a bidirectional schedule; world is everyone in the layout.
     """
 
     config: ParallelConfig
@@ -349,9 +359,13 @@ class ParallelState:
     tp_cp: Axis
     tp_dp_cp: Axis
     tp_pp: Axis
+    etp_ep: Axis
     embd: Axis
     replica: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
+        return self  # as its axes
 
     @staticmethod
     def single() -> ParallelState:

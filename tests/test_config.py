@@ -1,6 +1,7 @@
 """Merging, types, near misses and rules of the configuration."""
 
 import dataclasses
+import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megalite.config import SECTIONS, Config, ConfigError, check, from_dict, loa
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
 from megalite.nn.config import ModelConfig
+from megalite.testing.world import fewest_ranks
 from megalite.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -101,6 +103,33 @@ def test_yaml_numbers_with_an_exponent_are_numbers(write, written: str) -> None:
     assert load_config(["--config", write(f"optim: {{lr: {written}}}")]).optim.lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"), [("010", 10), ("-08", -8), ("1_000", 1000), ("0x10", 16), ("+7", 7), ("0", 0)]
+)
+def test_yaml_integers_are_decimal_unless_a_prefix_says_otherwise(write, written: str, meant: int) -> None:
+    assert load_config(["--config", write(f"train: {{seed: {written}}}")]).train.seed == meant
+
+
+@pytest.mark.parametrize("written", [".5", "1.", "0.5e+3", "-.inf", "1_0.5", "08.5"])
+def test_yaml_numbers_with_a_point_are_numbers(write, written: str) -> None:
+    text = written.replace(".inf", "inf")
+    assert load_config(["--config", write(f"optim: {{lr: {written}}}")]).optim.lr == float(text)
+
+
+@pytest.mark.parametrize("written", ["2024-05-01", "1:30", "2024-13-45", "1.2.3", "0o17"])
+def test_yaml_words_that_only_look_like_numbers_are_text(write, written: str) -> None:
+    assert load_config(["--config", write(f"train: {{run_dir: {written}}}")]).train.run_dir == written
+
+
+def test_yaml_merge_keys_work(write) -> None:
+    file = write("model: &sizes {num_layers: 3, hidden_size: 64}\nmodel2: {<<: *sizes}\n")
+    with pytest.raises(ConfigError, match="unknown section 'model2'") as caught:
+        load_config(["--config", file])
+    assert len(caught.value.problems) == 1
+    config = load_config(["--config", write("train: {<<: {seed: 3}, num_steps: 2}")])
+    assert (config.train.seed, config.train.num_steps) == (3, 2)
+
+
 def test_an_integer_will_do_for_a_float(write) -> None:
     lr = load_config(["--config", write("optim: {clip_grad: 1}")]).optim.clip_grad
     assert lr == 1.0
@@ -157,6 +186,13 @@ def test_every_unknown_name_is_reported_at_once_with_its_near_miss(write) -> Non
         ("- model", "not sections"),
         ("model: {num_layers: 1, num_layers: 2}", "'num_layers' is given twice"),
         ("model: {", "is not YAML"),
+        ("model: {{ layers }}", "a key must be a word; a placeholder such as {{ name }}"),
+        ("train: {seed: {{ seed }}}", "a key must be a word"),
+        ("[1, 2]: 3", "a key must be a word"),
+        ("model: " + "[" * 5000, "nested too deeply"),
+        ("train: {seed: !!int x}", "is not YAML: invalid literal"),
+        ("train: {num_steps: 1:30}", "train.num_steps='1:30' should be an integer"),
+        ("train: {num_steps: 1.5:30}", "train.num_steps='1.5:30' should be an integer"),
     ],
 )
 def test_wrong_types_are_refused(write, text: str, said: str) -> None:
@@ -170,9 +206,48 @@ def test_a_missing_file_is_named() -> None:
         load_config(["--config", "nowhere.yaml"])
 
 
-def test_a_malformed_option_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_wrong_value_on_the_command_line_is_reported_at_once(write) -> None:
+    words = ["--model.num-layers", "abc", "--optim.lr=fast", "--train.precision", "bf61", "--model.head-dim", "none"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", write("train: {seed: x}"), *words, "--train.num-steps", "1.5", "--tp", "2"])
+    text = str(caught.value)
+    assert len(caught.value.problems) == 7
+    for said in (
+        "train.seed='x' should be an integer",
+        "model.num_layers='abc' should be an integer",
+        "optim.lr='fast' should be a number",
+        "train.precision='bf61' should be one of fp32, bf16, fp16, fp64, fp8; did you mean bf16?",
+        "model.head_dim='none' should be an integer or null",
+        "train.num_steps='1.5' should be an integer",
+        "did you mean --parallel.tp?",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name", "meant"),
+    [
+        (["--model.head-dim", "None"], "model", "head_dim", None),
+        (["--model.head-dim=64"], "model", "head_dim", 64),
+        (["--train.seed", "-1"], "train", "seed", -1),
+        (["--optim.lr", "-1e-3"], "optim", "lr", -1e-3),
+        (["--optim.lr", "inf"], "optim", "lr", math.inf),
+        (["--train.precision", "fp64"], "train", "precision", "fp64"),
+        (["--train.run-dir", "17"], "train", "run_dir", "17"),
+        (["--train.run-dir", "a=b"], "train", "run_dir", "a=b"),
+        (["--data.blend", "1", "2.5"], "data", "blend", (1.0, 2.5)),
+        (["--train.profile-steps", "2", "3"], "train", "profile_steps", (2, 3)),
+        (["--parallel.layers-per-stage", "None"], "parallel", "layers_per_stage", None),
+    ],
+)
+def test_values_on_the_command_line(words: list[str], section: str, name: str, meant: object) -> None:
+    assert getattr(getattr(load_config(words), section), name) == meant
+
+
+@pytest.mark.parametrize("words", [["--model.num-layers"], ["--model.num-layers", "--train.seed", "1"]])
+def test_a_missing_option_value_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        load_config(["--model.num-layers", "abc"])
+        load_config(words)
     assert left.value.code == 2
     assert "num-layers" in capsys.readouterr().err
 
@@ -190,6 +265,13 @@ def test_the_saved_config_is_a_valid_config(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "run" / "config.yaml").stat().st_mode) == 0o644
 
 
+@pytest.mark.parametrize("word", ["1e3", "08", "1:30", "2024-05-01", "no", "null", "-.5", "{{ x }}", "0x1f", "0o17"])
+def test_text_that_looks_like_something_else_is_saved_as_text(tmp_path: Path, word: str) -> None:
+    config = load_config(["--train.run-dir", word])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(["--config", str(tmp_path / "config.yaml")]) == config
+
+
 def test_from_dict_refuses_what_a_file_would() -> None:
     with pytest.raises(ConfigError, match="2 problems"):
         from_dict({"model": {"num_layers": "x"}, "moddel": {}})
@@ -201,8 +283,7 @@ def test_from_dict_refuses_what_a_file_would() -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_presets_load_and_run_on_their_own_replica(path: Path) -> None:
     config = load_config(["--config", str(path)])
-    parallel = config.parallel
-    check(config, parallel.tp * parallel.pp)
+    check(config, fewest_ranks(config.parallel))
     assert len(path.read_text().splitlines()) < 30
 
 
@@ -275,8 +356,8 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
     [
         ({"parallel": {"tp": 3}}, 4, "world size 4 is not divisible"),
         ({"parallel": {"cp": 2}}, 2, "context parallelism is not built"),
-        ({"parallel": {"ep": 2}}, 2, "expert parallelism is not built"),
-        ({"parallel": {"etp": 2}}, 2, "expert-tensor parallelism is not built"),
+        ({"parallel": {"ep": 2}}, 2, "parallel.ep=2 needs experts: set model.num_experts, or ep=1"),
+        ({"parallel": {"etp": 2}}, 2, "parallel.etp=2 needs experts: set model.num_experts, or etp=1"),
         ({"parallel": {"pp": 2, "layers_per_stage": (3, 4)}}, 2, "adds up to 7, but num_layers=8"),
         ({"parallel": {"pp": 3, "layers_per_stage": (4, 0, 4)}}, 3, "leaves stage 1 without parameters"),
         ({"parallel": {"pp": 2, "layers_per_stage": (8,)}}, 2, "has 1 entries for 2 stages"),
@@ -285,6 +366,15 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         ({"model": {"num_layers": 0}}, 1, "model.num_layers=0 must be at least 1"),
         ({"model": {"hidden_dropout": 1.0}}, 1, "must be in [0, 1)"),
         ({"model": {"head_dim": 5}}, 1, "must be even"),
+        ({"model": {"max_positions": 0}}, 1, "model.max_positions=0 must be at least 1"),
+        ({"model": {"z_loss": -1e-4}}, 1, "model.z_loss=-0.0001 must be finite and at least 0"),
+        ({"model": {"z_loss": math.nan}}, 1, "model.z_loss=nan must be finite"),
+        ({"model": {"norm_eps": -1e-5}}, 1, "model.norm_eps=-1e-05 must be finite and at least 0"),
+        ({"model": {"norm_eps": math.inf}}, 1, "model.norm_eps=inf must be finite"),
+        ({"model": {"init_std": -0.02}}, 1, "model.init_std=-0.02 must be finite and at least 0"),
+        ({"model": {"init_std": math.nan}}, 1, "model.init_std=nan must be finite"),
+        ({"model": {"rope_theta": 0.0}}, 1, "model.rope_theta=0.0 must be finite and above 0"),
+        ({"model": {"rope_theta": math.inf}}, 1, "model.rope_theta=inf must be finite"),
         ({"train": {"precision": "fp8"}}, 1, "reserved"),
         ({"train": {"recompute": "selective"}}, 1, "should be one of none, full"),
         ({"train": {"profile_steps": (5, 3)}}, 1, "profile_steps"),
@@ -293,6 +383,12 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
 )
 def test_single_rules(changes: dict[str, Fields], world_size: int, said: str) -> None:
     assert said in problems(config_with(**changes), world_size)
+
+
+def test_numbers_of_the_model_may_be_zero_where_that_means_something() -> None:
+    check(config_with(model={"z_loss": 0.0, "norm_eps": 0.0, "init_std": 0.0}), 1)
+    # Rotary positions have no longest sequence: only learned ones are limited by max_positions.
+    check(config_with(model={"max_positions": 1}, data={"seq_len": 128}), 1)
 
 
 def test_options_that_are_reserved_are_refused_and_not_ignored() -> None:

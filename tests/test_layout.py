@@ -35,7 +35,8 @@ def test_parts_come_in_any_order_and_default_to_one() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks"),
     [("single", 1), ("tp2", 2), ("ep2", 2), ("ep4+tp2", 4), ("ep2+etp2", 4), ("ep2+cp2", 2), ("ep6+tp4", 12),
-     ("tp2+pp2+dp2", 8), ("ep2+dp4", 4)],
+     ("ep4", 4), ("ep2+etp2+tp2+dp2", 4), ("tp2+etp2+ep2+dp2", 4), ("tp4+etp4+ep2+dp2", 8), ("ep2+pp2", 4),
+     ("etp2+tp2", 2), ("tp2+pp2+dp2", 8), ("ep2+dp4", 4)],
 )  # fmt: skip
 def test_an_unnamed_dp_is_the_least_that_fits(text: str, ranks: int) -> None:
     layout = parse_layout(text)
@@ -54,7 +55,10 @@ def test_an_unnamed_dp_is_the_least_that_fits(text: str, ranks: int) -> None:
         ("tp0", "at least 1"),
         ("pp2v0", "at least 1"),
         ("tp2v2", "only pp takes"),
-        ("dp2:ring", "only pp and cp"),
+        ("dp2:ring", "only pp, cp, ep, etp take"),
+        ("ep2:ring", "ep takes :all_to_all, :all_gather or :hierarchical"),
+        ("ep2:hierarchical", "such as :hierarchical2"),
+        ("etp2:half", "etp takes :whole only"),
         ("tp2++pp2", "not a part"),
         ("", "not a part"),
         ("tp", "not a part"),
@@ -74,7 +78,8 @@ SIZE = st.sampled_from([1, 2, 3, 4, 8])
     st.builds(
         ParallelConfig,
         tp=SIZE, pp=SIZE, cp=SIZE, ep=SIZE, etp=SIZE, vpp=SIZE, sequence_parallel=st.booleans(),
-        schedule=st.sampled_from(["1f1b", "gpipe", "zb_v"]), zero=st.integers(0, 3),
+        schedule=st.sampled_from(["1f1b", "gpipe", "zb_v"]), cut_expert_tokens=st.booleans(),
+        expert_dispatch=st.sampled_from(["all_to_all", "all_gather"]), zero=st.integers(0, 3),
         cp_mode=st.sampled_from(["ring", "ulysses"]),
     ),
     SIZE,
@@ -87,6 +92,17 @@ def test_writing_and_reading_are_inverse(
 ) -> None:
     layout = Layout(parallel=parallel, dp=dp, recompute=recompute, offload=offload, micro_batch_size=rows)
     assert parse_layout(format_layout(layout)) == layout
+
+
+def test_how_tokens_reach_experts() -> None:
+    layout = parse_layout("ep4:hierarchical2+etp2:whole+tp2")
+    assert layout.parallel == ParallelConfig(
+        ep=4, etp=2, tp=2, expert_dispatch="hierarchical", expert_node_size=2, cut_expert_tokens=False
+    )
+    assert parse_layout(format_layout(layout)) == layout
+    assert format_layout(layout) == "tp2+ep4:hierarchical2+etp2:whole"
+    assert format_layout(parse_layout("ep2:all_to_all")) == "ep2"
+    assert parse_layout("ep2:all_gather").parallel.expert_dispatch == "all_gather"
 
 
 def test_written_form_leaves_out_what_is_off() -> None:

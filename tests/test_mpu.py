@@ -16,7 +16,7 @@ from megalite.grid import DENSE_AXES, EXPERT_AXES, ORDER_NAMES
 from megalite.mpu import LastCall, ParallelConfig, ParallelState, RankGrid
 from megalite.testing.world import World
 
-COMBINED = [("dp", "cp"), ("tp", "cp"), ("tp", "dp", "cp"), ("tp", "pp")]
+COMBINED = [("dp", "cp"), ("tp", "cp"), ("tp", "dp", "cp"), ("tp", "pp"), ("etp", "ep")]
 
 GRIDS = [
     (1, ParallelConfig()),

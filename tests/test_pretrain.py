@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from megalite.data.indexed import IndexedWriter
 from megalite.pipeline.schedule import make_plan
 from tests.tiny import VOCAB
 
@@ -133,6 +135,36 @@ def test_a_signal_saves_and_the_run_goes_on(config: Path, tmp_path: Path) -> Non
     assert "stopped by SIGTERM" in output and "--train.resume auto" in output
     last = _rows(run_dir)[-1]["step"]
     assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
+
+
+def test_a_run_that_cannot_do_what_it_is_asked_says_so_without_a_traceback(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "short"
+    looked = _run(1, config, run_dir, "--train.eval-only")
+    assert looked.returncode == 1 and "Traceback" not in looked.stderr, looked.stderr
+    assert "RunError: train.eval_only found no weights: give --train.resume auto, or a checkpoint" in looked.stderr
+    assert not run_dir.exists()
+    assert _run(1, config, run_dir, "--train.num-steps", "2").returncode == 0
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    resumed = _run(1, config, run_dir, "--train.num-steps", "1", "--train.resume", "auto")
+    assert resumed.returncode == 1 and "Traceback" not in resumed.stderr, resumed.stderr
+    assert "step_00000002 is at step 2, beyond train.num_steps=1" in resumed.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    manifest = run_dir / "checkpoints/step_00000002/manifest.json"
+    manifest.write_text("[" * 100_000)
+    damaged = _run(1, config, run_dir, "--train.resume", "auto")
+    assert damaged.returncode == 1 and "Traceback" not in damaged.stderr, damaged.stderr
+    assert "CheckpointError" in damaged.stderr and "manifest.json is damaged" in damaged.stderr
+
+
+def test_tokens_that_are_not_what_their_side_file_says_end_the_run_plainly(config: Path, tmp_path: Path) -> None:
+    """The ids were exchanged after the largest one had been written down."""
+    with IndexedWriter(tmp_path / "stale", dtype="uint16", vocab_size=VOCAB) as writer:
+        writer.add_document(np.full(2000, 3))
+    np.full(2000, VOCAB + 9, dtype=np.uint16).tofile(tmp_path / "stale.bin")
+    options = ("--data.paths", str(tmp_path / "stale"), "--data.split", "1", "--train.eval-every", "0")
+    done = _run(1, config, tmp_path / "run", *options)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"FormatError: {tmp_path}/stale has token id {VOCAB + 9} in sample" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,33 @@ GPT2 = ModelConfig(
 )  # fmt: skip
 TIED_LLAMA = replace(LLAMA, tie_embeddings=True, num_layers=3, hidden_dropout=0.1)
 
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA}
+MOE = replace(
+    LLAMA, num_layers=4, num_experts=4, expert_ffn_hidden_size=20, moe_layers="every:2", aux_loss_coeff=0.05,
+    router_z_loss=1e-2, shared_ffn_hidden_size=24, shared_expert_gate=True,
+)  # fmt: skip
+MOE_BIAS = replace(
+    LLAMA, num_layers=4, num_experts=8, top_k=4, expert_ffn_hidden_size=20, moe_layers="from:1", router_score="sigmoid",
+    num_expert_groups=4, top_k_groups=2, router_scale=2.5, expert_bias=True, expert_bias_rate=0.05, aux_loss="global",
+    router_jitter=0.1, router_bias=True,
+)  # fmt: skip
+MOE_CAPACITY = replace(
+    LLAMA, num_layers=2, num_experts=4, top_k=1, router_normalize=False, capacity_factor=0.75, aux_loss_coeff=0.05,
+    tie_embeddings=True,
+)  # fmt: skip
+MOE_EXACT = replace(
+    MOE_CAPACITY, top_k=2, router_normalize=True, drop_policy="position", pad_to_capacity=True, aux_loss="global_exact"
+)
+MOE_MICRO_BATCH = replace(MOE, aux_loss="micro_batch")
+MOE_CHOICE = replace(MOE, routing="expert_choice", router_normalize=False)
+MOE_SINKHORN = replace(
+    MOE, routing="sinkhorn", aux_loss="none", router_score="sigmoid", top_k=1, router_normalize=False
+)
+
+MODELS = {
+    "llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA, "moe": MOE, "moe-bias": MOE_BIAS,
+    "moe-capacity": MOE_CAPACITY, "moe-exact": MOE_EXACT, "moe-micro-batch": MOE_MICRO_BATCH, "moe-choice": MOE_CHOICE,
+    "moe-sinkhorn": MOE_SINKHORN,
+}  # fmt: skip
 
 
 def write_tokens(prefix: Path) -> str:

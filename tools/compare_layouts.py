@@ -101,8 +101,22 @@ def _check(config: Config, layouts: Sequence[Layout], num_steps: int) -> None:
             check(proof_config(layout.apply(config), num_steps), layout.num_ranks)
         except ConfigError as error:
             problems += [f"{layout}: {problem}" for problem in error.problems]
+    problems += _micro_batch_problems(config, layouts)
     if problems:
         raise ConfigError(problems)
+
+
+def _micro_batch_problems(config: Config, layouts: Sequence[Layout]) -> list[str]:
+    """Layouts that change what is computed: a balancing loss of micro-batches depends on their size by definition."""
+    model, size = config.model, config.train.micro_batch_size
+    if not (model.num_experts and model.aux_loss == "micro_batch" and model.aux_loss_coeff):
+        return []
+    return [
+        f"{layout}: model.aux_loss=micro_batch depends on the micro-batch size, which is {size} in the reference;"
+        f" leave out mbs{layout.micro_batch_size}, or use aux_loss=sequence"
+        for layout in layouts
+        if layout.micro_batch_size not in (None, size)
+    ]
 
 
 def _table(rows: Sequence[LayoutDifference]) -> Table:

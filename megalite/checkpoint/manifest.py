@@ -7,13 +7,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from megalite.checkpoint.tensors import FileMark
 from megalite.mpu import ParallelState
 from megalite.parallel.shard import Shard
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -72,20 +74,68 @@ class Manifest:
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-            tensors = {key: _entry(entry) for key, entry in content["tensors"].items()}
-            files = {name: FileMark(**mark) for name, mark in content["files"].items()}
-            return Manifest(content["step"], content["layout"], content["state"], files, tensors)
         except OSError as error:
             raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        found = content.get("format") if isinstance(content, dict) else None
+        if isinstance(found, int) and found != FORMAT:
+            raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
+        try:
+            return _manifest(content)
+        except _Malformed as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _entry(content: Mapping[str, Any]) -> Entry:
-    pieces = [Piece(tuple(p["offset"]), tuple(p["sizes"]), p["file"], p["name"]) for p in content["pieces"]]
-    return Entry(tuple(content["shape"]), content["dtype"], tuple(pieces))
+class _Malformed(Exception):
+    """JSON that is not a manifest; says what is wrong where."""
+
+
+def _manifest(content: Any) -> Manifest:
+    _field(content, "format", int, "it")
+    files = {
+        name: FileMark(_size(mark, "size", f"files.{name}"), _size(mark, "crc32", f"files.{name}"))
+        for name, mark in _field(content, "files", dict, "it").items()
+    }
+    tensors = {key: _entry(entry, key) for key, entry in _field(content, "tensors", dict, "it").items()}
+    for key, entry in tensors.items():
+        for piece in entry.pieces:
+            if piece.file not in files:
+                raise _Malformed(f"{key} is in {piece.file}, which is not among its files")
+    step, layout, state = _size(content, "step", "it"), *(_field(content, n, dict, "it") for n in ("layout", "state"))
+    return Manifest(step, layout, state, files, tensors)
+
+
+def _entry(content: Any, key: str) -> Entry:
+    pieces = [
+        Piece(
+            _sizes(p, "offset", key), _sizes(p, "sizes", key), _field(p, "file", str, key), _field(p, "name", str, key)
+        )
+        for p in _field(content, "pieces", list, key)
+    ]
+    return Entry(_sizes(content, "shape", key), _field(content, "dtype", str, key), tuple(pieces))
+
+
+def _field(content: Any, name: str, kind: type[T], where: str) -> T:
+    """A field of a JSON object; `where` names the object."""
+    value = content.get(name) if isinstance(content, dict) else None
+    if type(value) is not kind:
+        raise _Malformed(f"{where} has no {name} of type {kind.__name__}")
+    return value
+
+
+def _size(content: Any, name: str, where: str) -> int:
+    value = _field(content, name, int, where)
+    if value < 0:
+        raise _Malformed(f"{where} has {name} {value}")
+    return value
+
+
+def _sizes(content: Any, name: str, where: str) -> tuple[int, ...]:
+    values = _field(content, name, list, where)
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise _Malformed(f"{where} has no list of sizes as {name}")
+    return tuple(values)
 
 
 def layout_of(mpu: ParallelState) -> dict[str, Any]:

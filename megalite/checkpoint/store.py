@@ -151,10 +151,8 @@ def complete(root: Path) -> list[Path]:
 
 
 def _to_store(tensors: Tensors, mpu: ParallelState) -> list[Held]:
-    """The rectangles that this rank stores: each has one owner."""
-    if mpu.dp_cp.rank != 0:
-        return []  # the other model copies hold the same
-    return [piece for piece in held(tensors) if piece.shard.is_owner(mpu)]
+    """The rectangles that this rank stores: each is stored once."""
+    return [piece for piece in held(tensors) if piece.shard.is_saver(mpu)]
 
 
 def _prepare(root: Path, fresh: Path, size: int) -> None:
@@ -287,9 +285,13 @@ def _read_tensors(place: Path, manifest: Manifest, tensors: Tensors) -> None:
             try:
                 if stored.file not in opened:
                     opened[stored.file] = stack.enter_context(safe_open(place / stored.file, framework="pt"))
-                piece.view.copy_(opened[stored.file].get_tensor(stored.name))
+                tensor = opened[stored.file].get_tensor(stored.name)
             except SafetensorError as error:
                 raise CheckpointError(f"{place / stored.file} is damaged: {error}") from error
+            if tensor.shape != stored.sizes:
+                shape = list(tensor.shape)
+                raise CheckpointError(f"{place / stored.file}: {stored.name} is {shape}, not {list(stored.sizes)}")
+            piece.view.copy_(tensor)
 
 
 def _find(manifest: Manifest, piece: Held) -> Piece:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 
+from megalite.config.check_moe import divisors, is_pattern, moe_layers, moe_problems
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
@@ -28,6 +29,7 @@ def check(config: Config, world_size: int) -> None:
             *grid,
             *_not_built(config),
             *_model_problems(config.model),
+            *moe_problems(config),
             *_cut_problems(config),
             *_pipeline_problems(config, dp),
             *_kernel_problems(config),
@@ -56,12 +58,9 @@ def _type_problems(config: Config) -> list[str]:
 def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
     parallel = config.parallel
-    reserved = {"cp": "context", "ep": "expert", "etp": "expert-tensor"}
-    found = [
-        f"parallel.{name}={getattr(parallel, name)}: {kind} parallelism is not built yet; use 1"
-        for name, kind in reserved.items()
-        if getattr(parallel, name) > 1
-    ]
+    found: list[str] = []
+    if parallel.cp > 1:
+        found.append(f"parallel.cp={parallel.cp}: context parallelism is not built yet; use 1")
     if parallel.zero != 0:
         found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
@@ -101,7 +100,7 @@ def _model_problems(model: ModelConfig) -> list[str]:
     if model.num_heads % model.kv_heads:
         found.append(
             f"model.num_heads={model.num_heads} is not divisible by num_kv_heads={model.kv_heads};"
-            f" num_kv_heads can be {_divisors(model.num_heads)}"
+            f" num_kv_heads can be {divisors(model.num_heads)}"
         )
     for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
         if not 0 <= getattr(model, name) < 1:
@@ -122,7 +121,10 @@ def _cut_problems(config: Config) -> list[str]:
     if min(tp, model.num_heads, model.kv_heads, model.ffn_size) < 1:
         return []  # reported already
     found: list[str] = []
-    for name, size in (("num_heads", model.num_heads), ("ffn_hidden_size", model.ffn_size)):
+    sizes = {"num_heads": model.num_heads}
+    if not model.num_experts or not is_pattern(model) or len(moe_layers(model)) < model.num_layers:
+        sizes["ffn_hidden_size"] = model.ffn_size  # of the dense layers
+    for name, size in sizes.items():
         if size % tp:
             found.append(f"model.{name}={size} is not divisible by parallel.tp={tp}; {_tp_can_be(size)}")
     kv = model.kv_heads
@@ -228,13 +230,9 @@ def _kernel_problems(config: Config) -> list[str]:
     return []
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
 def _tp_can_be(size: int) -> str:
     """The tp that divide `size`, the useful ones: at most 64."""
-    return f"tp can be {', '.join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)}"
+    return f"tp can be {divisors(size, 64)}"
 
 
 def _nearest(value: int, divisor: int, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-import yaml
 
 from megalite.config.sections import (
     SECTIONS,
@@ -21,7 +21,7 @@ from megalite.config.sections import (
     nearest_field,
     nearest_section,
 )
-from megalite.config.values import convert, read_yaml
+from megalite.config.values import check_word, convert, dump_yaml, read_yaml
 from megalite.files import replace_text
 
 Values = dict[str, dict[str, Any]]
@@ -38,12 +38,12 @@ class _CommandLine(Config):
 def load_config(argv: Sequence[str], *, prog: str | None = None, description: str | None = None) -> Config:
     """The configuration that the arguments `argv` (without the program name) describe.
 
-    Raises ConfigError with every unknown name and wrong type in the files and every unknown option. `--help` and
-    malformed option values print and raise SystemExit, as command lines do.
+    Raises ConfigError with every unknown name and wrong type in the files and on the command line. `--help` and
+    options with too few or too many values print and raise SystemExit, as command lines do.
     """
     files = config_files(argv)
     values, problems = _merge_files(files)
-    problems += _option_problems(argv)
+    problems += [*_option_problems(argv), *_value_problems(argv)]
     if problems:
         raise ConfigError(problems)
     parsed = tyro.cli(
@@ -87,8 +87,8 @@ def _merge_files(files: Sequence[str]) -> tuple[Values, list[str]]:
             content = read_yaml(Path(path))
         except OSError as error:
             problems.append(f"--config {path}: {error.strerror}")
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            problems.append(f"{path} is not YAML: {' '.join(str(error).split())}")
+        except ValueError as error:
+            problems.append(f"{path} is not YAML: {error}")
         else:
             problems += [f"{path}: {problem}" for problem in _merge(content, values)]
     return values, problems
@@ -139,6 +139,23 @@ def _option_problems(argv: Sequence[str]) -> list[str]:
             found.append(f"unknown option {option}; {nearest_section(section)}")
         elif name not in field_types(section) and name.removeprefix("no_") not in _flags(section):
             found.append(f"unknown option {option}; {nearest_field(section, name)}")
+    return found
+
+
+def _value_problems(argv: Sequence[str]) -> list[str]:
+    """Values in `argv` that are no number, or none of the choices, where their options take one; tyro stops at one."""
+    found: list[str] = []
+    for word, following in itertools.pairwise([*argv, "--"]):
+        option, equals, value = word.partition("=")
+        section, _, name = option.removeprefix("--").replace("-", "_").partition(".")
+        value = value if equals else following
+        hint = field_types(section).get(name) if word.startswith("--") and section in SECTIONS else None
+        if hint is None or value.startswith("--"):
+            continue
+        try:
+            check_word(value, hint)
+        except ValueError as error:
+            found.append(f"{section}.{name}={value!r} {error}")
     return found
 
 
@@ -196,4 +213,4 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes `config` as YAML that is itself a valid --config; the file appears whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
+    replace_text(target, dump_yaml(to_dict(config)))

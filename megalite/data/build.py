@@ -17,6 +17,7 @@ from megalite.data.indexed import FormatError, IndexedDataset, strip_suffix
 from megalite.data.preprocess import TEXT_SUFFIXES, TextOptions, preprocess
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 
+DEMO_NAME = "embedded demo"
 TEXT_RECIPE = 1
 _SCAN_LIMIT = 1 << 30  # bytes of token ids that are read through at start-up to check them
 _EDGE = 1 << 20
@@ -34,13 +35,26 @@ class Datasets:
     tokenizer: Tokenizer | None
     """None when token files come without a usable record of their tokenizer."""
     summary: list[str]
-    """Lines for the log: tokens, epochs and share of each dataset."""
+    """Lines for the log: the size of each dataset, and the tokenizer."""
     fingerprint: str
     """A hash of the sequence lengths and, where recorded, of the tokens: must be equal on all ranks."""
 
 
+@dataclass(frozen=True)
+class _Named:
+    """A tokenizer and what people call it."""
+
+    name: str
+    tokenizer: Tokenizer
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.tokenizer.vocab_size} ids"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Source:
+    name: str
+    """As the config has it: tokenised text lies elsewhere."""
     data: IndexedDataset
     eod: int | None
     checked_vocab: int | None
@@ -67,10 +81,12 @@ def build_datasets(
     if found:
         raise ValueError("\n".join(found))
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_directory()
-    prefixes, tokenizer = _resolve(config, cache, vocab_size)
+    prefixes, named = _resolve(config, cache, vocab_size)
     data = [IndexedDataset(prefix) for prefix in prefixes]
-    tokenizer = tokenizer or _recorded_tokenizer(data)
-    sources = [_checked_source(d, tokenizer, vocab_size) for d in data]
+    named = named or _recorded_tokenizer(data)
+    tokenizer = named.tokenizer if named is not None else None
+    names = config.paths or (DEMO_NAME,)
+    sources = [_checked_source(d, name, tokenizer, vocab_size) for d, name in zip(data, names, strict=True)]
     wanted = config.num_samples if config.num_samples is not None else num_samples
     builder = _Builder(config=config, sources=sources, seed=seed, index_dir=cache / "index")
     train = builder.build(0, "train", wanted)
@@ -85,7 +101,7 @@ def build_datasets(
         train=train,
         validation=validation,
         tokenizer=tokenizer,
-        summary=builder.summary,
+        summary=[*builder.summary, f"tokenizer: {named or 'not recorded with the data'}"],
         fingerprint=key_of({"records": [s.record for s in sources]}, *(d.lengths for d in data)),
     )
 
@@ -101,8 +117,7 @@ class _Builder:
     def summary(self) -> list[str]:
         """One line for each source."""
         return [
-            f"{s.data.prefix}: {len(s.data)} sequences, {s.data.num_tokens} tokens ({s.data.dtype.name})"
-            for s in self.sources
+            f"{s.name}: {len(s.data)} sequences, {s.data.num_tokens} tokens ({s.data.dtype.name})" for s in self.sources
         ]
 
     def build(self, part: int, name: str, num_samples: int | None) -> SampleSource | None:
@@ -122,7 +137,7 @@ class _Builder:
             raise ValueError("data.blend needs a number of samples: give data.num_samples or train.num_steps")
         used = [i for i, w in enumerate(weights) if w > 0]
         for i in set(range(len(weights))) - set(used):
-            log.warning("%s has no share in %s and is left out", self.sources[i].data.prefix, name)
+            log.warning("%s has no share in %s and is left out", self.sources[i].name, name)
         if not used:
             used, weights = [0], [1.0, *weights[1:]]  # every path is empty: let GPTDataset say so
         if len(used) == 1:
@@ -156,12 +171,12 @@ class _Builder:
         )
 
 
-def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[list[str], Tokenizer | None]:
+def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[list[str], _Named | None]:
     """The prefixes of all paths, and the tokenizer if the config or the way they are made decides it."""
     demo_vocab = min(vocab_size or DEMO_VOCAB_SIZE, DEMO_VOCAB_SIZE)
     if not config.paths:
         demo = prepare_demo(cache, vocab_size=demo_vocab, tokenizer=config.tokenizer)
-        return [str(demo.prefix)], load_tokenizer(demo.tokenizer)
+        return [str(demo.prefix)], _Named(config.tokenizer or DEMO_NAME, load_tokenizer(demo.tokenizer))
     texts = [p for p in config.paths if Path(p).suffix in TEXT_SUFFIXES]
     for path in texts:
         if not Path(path).is_file():
@@ -176,7 +191,7 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
         else _existing(p)
         for p in config.paths
     ]
-    return prefixes, tokenizer
+    return prefixes, _Named(config.tokenizer or DEMO_NAME, tokenizer) if tokenizer is not None else None
 
 
 def _existing(path: str) -> str:
@@ -209,17 +224,17 @@ def _tokenised(path: Path, name: str, fingerprint: str, json_key: str, cache: Pa
     return build_once(cache / f"text-{key_of(settings)}", build) / "tokens"
 
 
-def _recorded_tokenizer(data: list[IndexedDataset]) -> Tokenizer | None:
+def _recorded_tokenizer(data: list[IndexedDataset]) -> _Named | None:
     """The tokenizer that the side file of the first data names, if it is still there and still the same."""
     record = (data[0].side_file() or {}).get("tokenizer") or {}
     try:
         tokenizer = load_tokenizer(record["name"])
     except (KeyError, OSError, ValueError):
         return None
-    return tokenizer if tokenizer.fingerprint == record.get("fingerprint") else None
+    return _Named(record["name"], tokenizer) if tokenizer.fingerprint == record.get("fingerprint") else None
 
 
-def _checked_source(data: IndexedDataset, tokenizer: Tokenizer | None, vocab_size: int | None) -> _Source:
+def _checked_source(data: IndexedDataset, name: str, tokenizer: Tokenizer | None, vocab_size: int | None) -> _Source:
     """Compares the vocabularies of the data, the tokenizer and the model; ValueError when ids would not fit."""
     side = data.side_file() or {}
     record = side.get("tokenizer") or {}
@@ -242,7 +257,7 @@ def _checked_source(data: IndexedDataset, tokenizer: Tokenizer | None, vocab_siz
         raise ValueError(f"{data.prefix} has token id {largest}, but {owner} has {limit} entries")
     eod = tokenizer.eod if tokenizer is not None else record.get("eod")
     identity = {"sha256": side.get("sha256"), "dtype": data.dtype.str}
-    return _Source(data=data, eod=eod, checked_vocab=limit, record=identity)
+    return _Source(name=name, data=data, eod=eod, checked_vocab=limit, record=identity)
 
 
 def _compare_vocabularies(prefix: str, known: int, vocab_size: int) -> None:

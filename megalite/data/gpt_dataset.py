@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, key_of
 from megalite.data.gpt_index import IndexPlan, build_index, plan_index
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed import FormatError, IndexedDataset
 
 INDEX_VERSION = 1
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class GPTDataset:
     Padding (only in a partial last sample, see `keep_partial`) is masked by place, never by value. `eod_mask_loss`
     leaves out the prediction that follows an `eod` input. `extra_token=False` is Megatron's
     add_extra_token_to_sequence off: labels come from inside the sample and its last one is masked. With
-    `vocab_size` each row read is checked.
+    `vocab_size` each row read is checked (FormatError).
 
     The index is cached in `cache_dir` (None: not at all) under a hash of everything it depends on: the lengths of
     the sequences and these settings, not paths or times. Any rank may compute it; files are renamed into place
@@ -175,7 +175,7 @@ class GPTDataset:
             begin = 0
         # Seen as unsigned, a negative id is large too.
         if self._vocab_size is not None and int(row.view(np.uint64).max()) >= self._vocab_size:
-            raise ValueError(
+            raise FormatError(
                 f"{self.source.prefix} has token id {row[row.view(np.uint64).argmax()]} in sample {i}, but the"
                 f" vocabulary has {self._vocab_size} entries; is it the right tokenizer?"
             )

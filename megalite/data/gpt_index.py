@@ -7,7 +7,7 @@ an error instead of an endless loop), and a kept partial sample is counted exact
 from __future__ import annotations
 
 import itertools
-import re
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,11 @@ _INT32_MAX = 2**31 - 1
 def split_ranges(split: str, num_sequences: int) -> list[tuple[int, int] | None]:
     """Cuts sequences, in file order, into train, validation and test ranges by weights such as "98,1,1".
 
-    A part with no weight is None; one with weight can still be empty. ValueError when no weight is positive.
+    A part with no weight is None; one with weight can still be empty. ValueError when the weights are not numbers of
+    which one is positive and none negative.
     """
-    weights = [float(w) for w in re.findall(r"[.0-9]+", split)]
-    if not 1 <= len(weights) <= 3 or sum(weights) <= 0 or "-" in split:
+    weights = _weights(split)
+    if not 1 <= len(weights) <= 3 or not 0 < sum(weights) < math.inf or min(weights) < 0:
         raise ValueError(f"data.split={split!r} must be one to three weights such as '98,1,1', not all zero")
     weights += [0.0] * (3 - len(weights))
     total = np.sum(weights)
@@ -36,6 +37,14 @@ def split_ranges(split: str, num_sequences: int) -> list[tuple[int, int] | None]
         (round(low * num_sequences), round(high * num_sequences)) if high > low else None
         for low, high in itertools.pairwise(edges)
     ]
+
+
+def _weights(split: str) -> list[float]:
+    """The numbers between commas; none at all when one of them is no number."""
+    try:
+        return [float(weight) for weight in split.split(",")]
+    except ValueError:
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

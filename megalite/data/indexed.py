@@ -37,7 +37,7 @@ _CHECK_LIMIT = 100_000_000
 
 
 class FormatError(ValueError):
-    """A .bin or .idx file is not what its header says."""
+    """A .bin or .idx file is not what its header, or what describes it, says."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

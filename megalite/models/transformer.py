@@ -64,9 +64,15 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.index, self.hidden_dropout = index, config.hidden_dropout
         self.attention_norm = self.norm_cls(config, mpu)
-        self.attention = self.attention_cls(config, mpu, index, kernels)
+        self.attention = self.operator_cls(config, index)(config, mpu, index, kernels)
         self.mlp_norm = self.norm_cls(config, mpu)
-        self.mlp = self.moe_cls(config, mpu, index) if config.is_moe_layer(index) else self.mlp_cls(config, mpu)
+        self.mlp = (
+            self.moe_cls(config, mpu, index, kernels) if config.is_moe_layer(index) else self.mlp_cls(config, mpu)
+        )
+
+    def operator_cls(self, config: ModelConfig, index: int) -> type[nn.Module]:
+        """What mixes positions in global layer `index`: attention, unless an architecture has other layers."""
+        return self.attention_cls
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Same shape out as in."""

@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-from megalite.kernels.attention import AttentionDropout, packed_attention, resolve_attention
+from megalite.kernels.attention import (
+    AttentionBackend,
+    AttentionDropout,
+    Rope,
+    attention,
+    packed_attention,
+    resolve_attention,
+)
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.dropout import dropout_key
+from megalite.kernels.norm import rms_norm
 from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std
+from megalite.parallel.shard import Shard, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
 
 
@@ -86,15 +96,61 @@ class ParallelAttention(nn.Module):
                 context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
             )
             dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
+        backend = resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0])
+        return self._mix(qkv, backend, dropout, context.rope)
+
+    def _mix(
+        self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
+    ) -> Tensor:
         return packed_attention(
             qkv,
             head_dim=self.head_size,
             num_kv_heads=self.num_kv_heads,
-            backend=resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0]),
+            backend=backend,
             scale=self.scale,
             dropout=dropout,
-            rope=context.rope,
+            rope=rope,
         )
+
+
+class QKNormAttention(ParallelAttention):
+    """Attention with an RMSNorm over each query and key head, before rotary positions (Qwen3, LFM2).
+
+    Henry et al. (2020, arXiv:2010.04245) and Dehghani et al. (2023, arXiv:2302.05442): logits cannot grow without end.
+    """
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+        super().__init__(config, mpu, layer, kernels)
+        self.q_norm = HeadNorm(config, mpu)
+        self.k_norm = HeadNorm(config, mpu)
+
+    def _mix(
+        self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
+    ) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in qkv.split(self.qkv.sizes, -1))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over the features of a head, [.., heads, head_dim], with one weight for all heads of a layer.
+
+    A tp rank sees its own heads only, so that the gradient of the weight is a partial sum over tp.
+    """
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState):
+        super().__init__()
+        self.eps = config.norm_eps
+        shape, partial = (config.head_size,), (mpu.tp,) if mpu.tp.size > 1 else ()
+        self.weight = set_shard(nn.Parameter(torch.ones(shape)), Shard("weight", shape, partial=partial, decay=False))
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., heads, head_dim] -> the same."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 def _kv_replicas(mpu: ParallelState, kv_heads: int) -> Axis | None:

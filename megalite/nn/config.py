@@ -65,11 +65,23 @@ class MoEConfig:
     """Multiply the shared expert's output by sigmoid of a learned projection (Qwen2-MoE)."""
 
 
-def pattern_problem(pattern: str) -> str | None:
-    """Why `pattern` names no layers, or None."""
+def pattern_problem(pattern: str, field: str = "moe_layers") -> str | None:
+    """Why `pattern`, of the field `field`, names no layers, or None."""
     if re.fullmatch(r"all|every:[1-9]\d*|from:\d+|\d+(,\d+)*", pattern):
         return None
-    return f"model.moe_layers={pattern!r} should be all, every:N (N >= 1), from:N or layer numbers such as 1,3,5"
+    return f"model.{field}={pattern!r} should be all, every:N (N >= 1), from:N or layer numbers such as 1,3,5"
+
+
+def in_pattern(layer: int, pattern: str) -> bool:
+    """Whether `pattern` names global layer number `layer`."""
+    kind, _, number = pattern.partition(":")
+    if kind == "all":
+        return True
+    if kind == "every":
+        return layer % int(number) == int(number) - 1
+    if kind == "from":
+        return layer >= int(number)
+    return layer in {int(n) for n in pattern.split(",")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +89,7 @@ class ModelConfig(MoEConfig):
     """A transformer's architecture and sizes."""
 
     name: str = "llama"
-    """Architecture: a key of megalite.models.MODELS (gpt2, llama)."""
+    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2)."""
     num_layers: int = 8
     """Transformer layers."""
     hidden_size: int = 256
@@ -88,8 +100,12 @@ class ModelConfig(MoEConfig):
     """Key and value heads (grouped-query attention); num_heads by default."""
     head_dim: int | None = None
     """Width of a head; hidden_size / num_heads by default."""
+    attention_layers: str = "all"
+    """Which layers of lfm2 hold attention, in the patterns of moe_layers; the others hold a short convolution."""
+    conv_kernel_size: int = 3
+    """Positions that a short convolution sees, its own included (lfm2)."""
     ffn_hidden_size: int | None = None
-    """Width of the feed-forward layer; by default 4 x hidden (gpt2) or 8/3 x hidden rounded up to 64 (llama)."""
+    """Width of the feed-forward layer; by default 4 x hidden (gpt2) or 8/3 x hidden rounded up to 64 (others)."""
     vocab_size: int = 4093
     """Vocabulary entries, without padding; need not divide by anything."""
     max_positions: int = 1024
@@ -135,13 +151,8 @@ class ModelConfig(MoEConfig):
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` holds experts."""
-        if not self.num_experts:
-            return False
-        kind, _, number = self.moe_layers.partition(":")
-        if kind == "all":
-            return True
-        if kind == "every":
-            return layer % int(number) == int(number) - 1
-        if kind == "from":
-            return layer >= int(number)
-        return layer in {int(n) for n in self.moe_layers.split(",")}
+        return self.num_experts > 0 and in_pattern(layer, self.moe_layers)
+
+    def is_attention_layer(self, layer: int) -> bool:
+        """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""
+        return in_pattern(layer, self.attention_layers)

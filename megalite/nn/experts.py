@@ -3,19 +3,203 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megalite.kernels.activation import gelu
+from megalite.kernels.config import KernelConfig
+from megalite.kernels.grouped import (
+    GroupedBackend,
+    GroupedChoice,
+    accumulate_grouped_bias_grad,
+    accumulate_grouped_weight_grad,
+    grouped_input_grad,
+    grouped_linear,
+    resolve_grouped,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.nn.mlp import output_std
+from megalite.parallel.random import normal_
+from megalite.parallel.shard import Cut, Shard, even_cut, set_shard
+from megalite.parallel.tensor import init_unless_meta, main_grads
+from megalite.parallel.wgrad import WeightGradQueue
 
 
 class Experts(nn.Module):
-    """SwiGLU experts: fc1 [E, 2 f, h] (gate rows first), fc2 [E, h, f], cut by ep on dim 0, by etp on f."""
+    """down_e(silu(gate_e x) * up_e x) * prob for each token x of expert e: SwiGLU experts, tokens sorted by expert.
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState):
+    fc1 [E, 2 f, h] (gate rows first) and fc2 [E, h, f] are cut over mpu.ep on E and over mpu.etp on f; with etp > 1
+    the output is a partial sum over mpu.etp. The prob weighs the activation, before fc2, so that nothing of the
+    outputs need be kept; backward keeps the tokens, fc1's output and the probs.
+
+    Class attributes choose the form as in `ParallelMLP`: `parts` names the blocks of fc1, `activation` joins them,
+    `bias` adds fc1_bias [E, sum of parts] and fc2_bias [E, h] (times the prob).
+    """
+
+    parts: tuple[str, ...] = ("gate", "up")
+    bias = False
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: KernelConfig | None = None):
         super().__init__()
+        self.choice: GroupedChoice = (kernels if kernels is not None else KernelConfig()).grouped
+        self.queue = WeightGradQueue()
+        self.init_std, self.output_std = config.init_std, output_std(config)
+        # fc2's bias joins one of the partial sums.
+        self.adds_bias = mpu.etp.is_first
+        experts, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_size
+        ((start, length),) = even_cut(ffn, mpu.etp)
+        rows = tuple((start + part * ffn, length) for part in range(len(self.parts)))
+        over_ep, over_rows = Cut(mpu.ep, 0, even_cut(experts, mpu.ep)), Cut(mpu.etp, 1, rows)
+        over_columns, width = Cut(mpu.etp, 2, ((start, length),)), len(self.parts) * ffn
+        self.fc1 = _parameter(Shard("fc1", (experts, width, hidden), (over_ep, over_rows), group="expert"))
+        self.fc2 = _parameter(Shard("fc2", (experts, hidden, ffn), (over_ep, over_columns), group="expert"))
+        self.fc1_bias = self.fc2_bias = None
+        if self.bias:
+            partial = (mpu.etp,) if mpu.etp.size > 1 else ()
+            first = Shard("fc1_bias", (experts, width), (over_ep, over_rows), group="expert", decay=False)
+            second = Shard("fc2_bias", (experts, hidden), (over_ep,), partial, group="expert", decay=False)
+            self.fc1_bias, self.fc2_bias = _parameter(first), _parameter(second)
+        init_unless_meta(self)
+
+    def init_parameters(self, seed: int) -> None:
+        """Weights N(0, init_std^2), fc2 scaled as a projection into the residual stream, biases zero."""
+        normal_(self.fc1, seed, self.init_std)
+        normal_(self.fc2, seed, self.output_std)
+        for bias in (self.fc1_bias, self.fc2_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def activation(self, x: Tensor) -> Tensor:
+        """[n, sum of parts] -> [n, f], differentiable; a form that overrides it needs nothing else."""
+        raise NotImplementedError
+
+    def weighted(self, x: Tensor, probs: Tensor) -> Tensor:
+        """activation(x) times its prob [n], in x's dtype."""
+        return weighted_swiglu(x, probs)
+
+    def weighted_backward(self, dy: Tensor, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(`weighted` again, gradient of x, gradient of probs)."""
+        return weighted_swiglu_backward(dy, x, probs)
 
     def forward(self, tokens: Tensor, probs: Tensor, counts: Sequence[int]) -> Tensor:
         """tokens [n, h] sorted by local expert, probs [n] -> [n, h], each row times its prob."""
-        raise NotImplementedError
+        assert len(counts) == self.fc1.shape[0] and sum(counts) == tokens.shape[0], "counts are not those of the tokens"
+        biases = [bias for bias in (self.fc1_bias, self.fc2_bias) if bias is not None]
+        return _Experts.apply(tokens, probs, self, tuple(counts), self.fc1, self.fc2, *biases)
+
+    def extra_repr(self) -> str:
+        """Local sizes."""
+        return f"fc1={tuple(self.fc1.shape)}, fc2={tuple(self.fc2.shape)}"
+
+
+class _PlainExperts(Experts):
+    """Experts that say only what their activation is."""
+
+    def weighted(self, x: Tensor, probs: Tensor) -> Tensor:
+        y = self.activation(x)
+        return (y * probs[:, None]).to(y.dtype)
+
+    def weighted_backward(self, dy: Tensor, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.activation(x)
+        (dx,) = torch.autograd.grad(y, x, (dy * probs[:, None]).to(y.dtype))
+        y = y.detach()
+        dprobs = (dy * y).sum(-1, dtype=probs.dtype)
+        return (y * probs[:, None]).to(y.dtype), dx, dprobs
+
+
+class GeluExperts(_PlainExperts):
+    """fc2_e(gelu(fc1_e x + b)) + b, the feed-forward of GPT-2 in every expert."""
+
+    parts = ("up",)
+    bias = True
+
+    def activation(self, x: Tensor) -> Tensor:
+        """[n, f] -> [n, f]; GELU in its tanh form."""
+        return gelu(x)
+
+
+class ClampedSwigluExperts(_PlainExperts):
+    """down((up + 1) * gate * sigmoid(alpha gate)) with biases, gate and up clamped: the experts of gpt-oss."""
+
+    bias = True
+    limit = 7.0
+    alpha = 1.702
+
+    def activation(self, x: Tensor) -> Tensor:
+        """[n, 2 f] -> [n, f]."""
+        gate, up = x.chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def _parameter(shard: Shard) -> nn.Parameter:
+    return set_shard(nn.Parameter(torch.empty(shard.local_shape)), shard)
+
+
+class _Experts(torch.autograd.Function):
+    """Both products and the activation between them, which backward computes again from fc1's output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor, module: Experts, counts: tuple[int, ...], *parameters: Tensor
+    ) -> Tensor:
+        # The module is kept for its parameters: they carry main_grad, checkpointing's copies of them do not.
+        ctx.module, ctx.counts = module, counts
+        ctx.backend = backend = resolve_grouped(module.choice, device=tokens.device, dtype=tokens.dtype)
+        fc1, fc2, *biases = parameters
+        hidden = grouped_linear(tokens, fc1, counts, biases[0] if biases else None, backend=backend)
+        y = grouped_linear(module.weighted(hidden, probs), fc2, counts, backend=backend)
+        if biases and module.adds_bias:
+            y += _rows(biases[1], counts) * probs[:, None].to(y.dtype)
+        ctx.save_for_backward(tokens, probs, hidden)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (tokens, probs, hidden) = grads, ctx.saved_tensors
+        module, counts, backend = ctx.module, ctx.counts, ctx.backend
+        dy = dy.contiguous()
+        middle, dhidden, dprobs = module.weighted_backward(
+            grouped_input_grad(dy, module.fc2, counts, backend=backend), hidden, probs
+        )
+        _put(module.queue, module.fc2, dy, middle, counts, backend)
+        del middle
+        _put(module.queue, module.fc1, dhidden, tokens, counts, backend)
+        biases: tuple[Tensor | None, ...] = ()
+        if module.fc1_bias is not None:
+            dfirst, dsecond = torch.zeros_like(module.fc1_bias), torch.zeros_like(module.fc2_bias)
+            accumulate_grouped_bias_grad(dfirst, dhidden, counts)
+            if module.adds_bias:
+                accumulate_grouped_bias_grad(dsecond, dy * probs[:, None].to(dy.dtype), counts)
+                dprobs = dprobs + (dy * _rows(module.fc2_bias, counts)).sum(-1, dtype=dprobs.dtype)
+            biases = dfirst, dsecond
+        dtokens = grouped_input_grad(dhidden, module.fc1, counts, backend=backend) if ctx.needs_input_grad[0] else None
+        return dtokens, dprobs, None, None, None, None, *biases
+
+
+def _rows(bias: Tensor, counts: Sequence[int]) -> Tensor:
+    """The bias of each row's expert."""
+    repeats = torch.tensor(counts, device=bias.device)
+    return bias.repeat_interleave(repeats, 0, output_size=sum(counts))
+
+
+def _put(
+    queue: WeightGradQueue, weight: nn.Parameter, dy: Tensor, x: Tensor, counts: Sequence[int], backend: GroupedBackend
+) -> None:
+    """The weight gradient, now or when the queue is drained."""
+    if not weight.requires_grad:
+        return
+    version = x._version
+
+    def work() -> None:
+        assert x._version == version, "the tokens of experts were changed in place before their weight gradient"
+        accumulate_grouped_weight_grad(main_grads([weight])[0], dy, x, counts, backend=backend)
+
+    queue.put(work, [weight])

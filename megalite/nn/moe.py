@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megalite.kernels.config import KernelConfig
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -32,13 +33,13 @@ class MoELayer(nn.Module):
     experts_cls: type[Experts] = Experts
     shared_cls: type[ParallelMLP] = ParallelMLP
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig | None = None):
         super().__init__()
         self.tp = mpu.tp
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.cuts_here = tokens_are_cut(mpu) and not sequence_parallel and mpu.tp.size > 1
         self.router = self.router_cls(config, mpu, layer, mpu.tp if tokens_are_cut(mpu) else None)
-        self.experts = self.experts_cls(config, mpu)
+        self.experts = self.experts_cls(config, mpu, kernels)
         self.dispatcher = Dispatcher(config.num_experts, mpu)
         self.shared = self.shared_gate = None
         if config.shared_ffn_hidden_size:

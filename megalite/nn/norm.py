@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megalite.kernels.norm import layer_norm, rms_norm
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
-from megalite.parallel.shard import Shard, set_shard
+from megalite.parallel.shard import Shard, ShardedModule, set_shard
 
 
 def _whole(value: Tensor, mpu: ParallelState, name: str) -> nn.Parameter:
@@ -17,7 +17,7 @@ def _whole(value: Tensor, mpu: ParallelState, name: str) -> nn.Parameter:
     return set_shard(nn.Parameter(value), Shard(name, tuple(value.shape), partial=partial, decay=False))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ShardedModule):
     """x / rms(x) * weight (Zhang & Sennrich, 2019, arXiv:1910.07467) on [.., hidden]."""
 
     def __init__(self, config: ModelConfig, mpu: ParallelState):
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(ShardedModule):
     """(x - mean) / std * weight + bias (Ba et al., 2016, arXiv:1607.06450) on [.., hidden]."""
 
     def __init__(self, config: ModelConfig, mpu: ParallelState):

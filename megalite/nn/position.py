@@ -9,10 +9,10 @@ from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.parallel.collectives import sequence_part
 from megalite.parallel.random import normal_
-from megalite.parallel.shard import Shard, set_shard
+from megalite.parallel.shard import Shard, ShardedModule, set_shard
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(ShardedModule):
     """A table [max_positions, hidden]; every rank holds it whole and looks up the rows of its part of the sequence."""
 
     def __init__(self, config: ModelConfig, mpu: ParallelState):

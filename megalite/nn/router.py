@@ -106,8 +106,8 @@ class Router(nn.Module):
             self.bias = set_shard(
                 nn.Parameter(torch.zeros(experts)), Shard("bias", (experts,), partial=partial, decay=False)
             )
-        self.register_buffer("expert_bias", torch.zeros(experts))
-        self.register_buffer("fractions", torch.full((experts,), 1.0 / experts))
+        for name, value in (("expert_bias", 0.0), ("fractions", 1.0 / experts)):
+            self.register_buffer(name, set_shard(torch.full((experts,), value), Shard(name, (experts,))))
         self.tallies: dict[int, RouterTally] = {}
         init_unless_meta(self)
 
@@ -340,7 +340,7 @@ def _padded(token: Tensor, expert: Tensor, probs: Tensor, counts: Tensor, places
     tokens = token.new_full((num_experts * places,), zero_row).index_copy(0, place, token)
     weights = probs.new_zeros(num_experts * places).index_copy(0, place, probs)
     experts = torch.arange(num_experts, device=token.device).repeat_interleave(places)
-    return Assignment(tokens, experts, weights, torch.full_like(counts, places))
+    return Assignment(tokens, experts, weights, torch.full_like(counts, places), has_unused=True)
 
 
 @dataclass(frozen=True)

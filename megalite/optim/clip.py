@@ -21,18 +21,19 @@ class GradNorm:
 
     Squares are summed in float64, so float32 gradients of any finite size give a finite norm; a nan or an infinity
     anywhere makes it non-finite everywhere. Make it after this rank's gradients have been summed over all ranks that
-    share them. `of_rank` is what this pipeline rank contributes, known before the other ranks have arrived. The
-    ranks' squares are added in pipeline order, so that all get the same bits, however long they wait.
+    share them. `of_rank` is what this pipeline rank contributes, known before the other ranks have arrived.
+
+    A stage's dense squares come from its tp ranks, those of its experts from its etp and ep ranks; these cut the same
+    ranks in two ways, and each sum is that of one copy. Sums are gathered and added in the order of the axis, so that
+    all ranks get the same bits, whatever the library does and however long they wait.
     """
 
     def __init__(self, data_parallels: Sequence[DataParallel], mpu: ParallelState):
         segments = [segment for data_parallel in data_parallels for segment in data_parallel.segments]
-        total = torch.zeros((), dtype=torch.float64, device=segments[0].param.device if segments else mpu.tp.device)
-        for segment in segments:
-            for run in owned_runs(segment, mpu):
-                total += _sum_of_squares(segment.main_grad[run])
-            total += _not_finite(segment, mpu)
-        self._mine = mpu.tp.all_reduce(total.view(1))
+        device = segments[0].param.device if segments else mpu.world.device
+        dense = _squares([segment for segment in segments if segment.group == "dense"], mpu, device)
+        experts = _squares([segment for segment in segments if segment.group == "expert"], mpu, device)
+        self._mine = _in_order(mpu.tp.all_gather(dense)) + _in_order(mpu.etp_ep.all_gather(experts))
         self._pending = mpu.pp.start_all_gather(self._mine)
 
     @property
@@ -42,10 +43,7 @@ class GradNorm:
 
     def wait(self) -> Tensor:
         """The norm, a float64 scalar with the same bits on every rank."""
-        total = torch.zeros_like(self._mine)
-        for part in self._pending.wait():
-            total += part
-        return total.sqrt().squeeze(0)
+        return _in_order(self._pending.wait()).sqrt().squeeze(0)
 
 
 def grad_norm(data_parallels: Sequence[DataParallel], mpu: ParallelState) -> Tensor:
@@ -66,6 +64,24 @@ def owned_runs(segment: Segment, mpu: ParallelState) -> Iterator[slice]:
             end = span.end
     if end > begin:
         yield slice(begin, end)
+
+
+def _squares(segments: Sequence[Segment], mpu: ParallelState, device: torch.device) -> Tensor:
+    """float64 [1]: the sum of squares of what this rank counts."""
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for segment in segments:
+        for run in owned_runs(segment, mpu):
+            total += _sum_of_squares(segment.main_grad[run])
+        total += _not_finite(segment, mpu)
+    return total
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """[1]: parts[0] + parts[1] + ..., in this order."""
+    total = torch.zeros_like(parts[:1])
+    for part in parts:
+        total += part
+    return total
 
 
 def _not_finite(segment: Segment, mpu: ParallelState) -> Tensor:

@@ -1,9 +1,10 @@
 """Gradient buckets: flat parameter and gradient memory per unit, summed over data-parallel ranks during backward.
 
-A unit is a layer, the embedding or the head. Its parameters become views of one flat buffer (per dtype), its
-gradients accumulate in another, in float32 or better, and are summed by one all-reduce that starts when the last
-contribution of the step has arrived. The optimizer works on the same buffers, segment by segment; sharding them
-(ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054) changes who keeps which slice, not the layout.
+A unit is a layer, the embedding or the head. Its parameters become views of one flat buffer (per dtype, dense ones and
+experts apart), its gradients accumulate in another, in float32 or better, and are summed by one all-reduce that starts
+when the last contribution of the step has arrived: over dp x cp, or over edp for experts. The optimizer
+works on the same buffers, segment by segment; sharding them (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054) changes
+who keeps which slice, not the layout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.mpu import Axis, ParallelState, Pending
-from megalite.parallel.shard import Shard, shard_of, storage_groups
+from megalite.parallel.shard import Group, Shard, copies_axis, shard_of, storage_groups
 from megalite.parallel.wgrad import WeightGradQueue
 
 ALIGNMENT = 64
@@ -58,12 +59,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Segment:
-    """Flat memory that the optimizer updates in one call: parameters of one unit and dtype, with or without decay.
+    """Flat memory that the optimizer updates in one call: a unit's parameters of one group and dtype, decaying or not.
 
     param and main_grad: [n], n a multiple of ALIGNMENT; what no span covers is padding, zero in both for ever.
     """
 
     unit: str
+    group: Group
     param: Tensor
     main_grad: Tensor
     decay: bool
@@ -72,8 +74,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The memory of a unit in one dtype, its segments one after another."""
+    """The memory of a unit in one dtype that is summed over one axis, its segments one after another."""
 
+    group: Group
     param: Tensor
     grad: Tensor
     segments: tuple[Segment, ...]
@@ -113,7 +116,8 @@ class DataParallel:
 
     A step: `zero_grad`, backward passes, `arm` before the last one, `finish`. A parameter has its last contribution
     when the autograd engine is done with it and no deferred work for it waits in `queue`; one that takes no part in
-    the pass delays its unit, and those after it, to `complete` or `finish`, as zero. Units start in reverse order on
+    the pass delays its unit, and those after it, to `complete` or `finish`, as zero (experts without a token take part,
+    with zero, when they stay in the graph). Units start in reverse order on
     every rank, so that the all-reduces of all ranks pair up; shared ones must come first in `units`, and start last.
 
     A bidirectional pipeline holds each stage twice, on the two ranks of `mpu.replica`: `finish` sums over both, so
@@ -235,9 +239,11 @@ class DataParallel:
 
     def _start(self, state: _UnitState) -> None:
         self._next += 1
-        axis = self.mpu.dp_cp
         state.reducing = []
-        for bucket in state.buckets if axis.size > 1 else ():
+        for bucket in state.buckets:
+            axis = copies_axis(bucket.group, self.mpu)
+            if axis.size == 1:
+                continue
             # A narrower dtype travels as a copy; the main gradient takes the sum back.
             wire = bucket.grad.to(self.reduce_dtype) if self.reduce_dtype is not None else bucket.grad
             state.reducing.append((bucket.grad, axis.start_all_reduce(wire)))
@@ -265,38 +271,40 @@ def _check_units(units: Sequence[Unit]) -> None:
             other = seen.setdefault(parameter, unit.name)
             assert other == unit.name, f"{shard.name} is in two units: {other} and {unit.name}"
             assert not parameter.is_meta, f"{shard.name} has no memory yet; materialize the module first"
-            assert shard.group == "dense", f"{shard.name}: expert parameters are summed over another axis"
             assert unit.tied or shard.tied_to in (None, shard.name), (
                 f"{shard.name} is a tied copy: unit {unit.name} must be tied"
             )
 
 
 def _adopt(unit: Unit) -> _UnitState:
-    """Moves the unit's parameters into flat buffers, one pair per dtype."""
-    groups = _adjacent_groups(unit.parameters)
-    learning = [group for group in groups if group[0].requires_grad]
-    dtypes = dict.fromkeys(group[0].dtype for group in learning)
-    buckets = tuple(_bucket(unit.name, [g for g in learning if g[0].dtype == dtype]) for dtype in dtypes)
-    for group in groups:
-        if not group[0].requires_grad and group[0].untyped_storage().nbytes() > group[0].nbytes:
-            for parameter in group:
+    """Moves the unit's parameters into flat buffers, one pair for each group and dtype."""
+    runs = _adjacent_runs(unit.parameters)
+    learning = [run for run in runs if run[0].requires_grad]
+    by_bucket: dict[tuple[Group, torch.dtype], list[list[nn.Parameter]]] = {}
+    for run in learning:
+        by_bucket.setdefault((shard_of(run[0]).group, run[0].dtype), []).append(run)
+    buckets = tuple(_bucket(unit.name, group, of_bucket) for (group, _), of_bucket in by_bucket.items())
+    for run in runs:
+        if not run[0].requires_grad and run[0].untyped_storage().nbytes() > run[0].nbytes:
+            for parameter in run:
                 parameter.data = parameter.data.clone()  # else it would keep its old neighbours' memory alive
-    return _UnitState(unit, buckets, tuple(p for group in learning for p in group))
+    return _UnitState(unit, buckets, tuple(p for run in learning for p in run))
 
 
-def _adjacent_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _adjacent_runs(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Runs of parameters that lie side by side in one storage and are treated alike, in order of first appearance."""
-    groups: list[list[nn.Parameter]] = []
-    for group in storage_groups(list(dict.fromkeys(parameters))):
-        runs: dict[tuple[bool, bool], list[list[nn.Parameter]]] = {}
-        for parameter in group:
-            of_kind = runs.setdefault((parameter.requires_grad, shard_of(parameter).decay), [])
+    found: list[list[nn.Parameter]] = []
+    for stored_together in storage_groups(list(dict.fromkeys(parameters))):
+        runs: dict[tuple[bool, bool, Group], list[list[nn.Parameter]]] = {}
+        for parameter in stored_together:
+            shard = shard_of(parameter)
+            of_kind = runs.setdefault((parameter.requires_grad, shard.decay, shard.group), [])
             if of_kind and _touch(of_kind[-1][-1], parameter):
                 of_kind[-1].append(parameter)
             else:
                 of_kind.append([parameter])
-        groups += [run for of_kind in runs.values() for run in of_kind]
-    return groups
+        found += [run for of_kind in runs.values() for run in of_kind]
+    return found
 
 
 def _touch(first: Tensor, second: Tensor) -> bool:
@@ -304,30 +312,30 @@ def _touch(first: Tensor, second: Tensor) -> bool:
     return first.dtype == second.dtype and first.data_ptr() + first.nbytes == second.data_ptr()
 
 
-def _bucket(unit: str, groups: Sequence[list[nn.Parameter]]) -> _Bucket:
-    """Buffers for `groups`: decaying parameters first, then the others, each segment padded to ALIGNMENT."""
-    kinds = [(decay, [g for g in groups if shard_of(g[0]).decay == decay]) for decay in (True, False)]
+def _bucket(unit: str, group: Group, runs: Sequence[list[nn.Parameter]]) -> _Bucket:
+    """Buffers for `runs`: decaying parameters first, then the others, each segment padded to ALIGNMENT."""
+    kinds = [(decay, [run for run in runs if shard_of(run[0]).decay == decay]) for decay in (True, False)]
     plans = [(decay, *_place(of_kind)) for decay, of_kind in kinds if of_kind]
-    dtype, device = groups[0][0].dtype, groups[0][0].device
+    dtype, device = runs[0][0].dtype, runs[0][0].device
     size = sum(length for _, _, length in plans)
     param = torch.zeros(size, dtype=dtype, device=device)
     grad = torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
     segments, begin = [], 0
     for decay, spans, length in plans:
         end = begin + length
-        segment = Segment(unit, param[begin:end], grad[begin:end], decay, spans)
+        segment = Segment(unit, group, param[begin:end], grad[begin:end], decay, spans)
         for span in spans:
             _move(span, segment)
         segments.append(segment)
         begin = end
-    return _Bucket(param, grad, tuple(segments))
+    return _Bucket(group, param, grad, tuple(segments))
 
 
-def _place(groups: Sequence[list[nn.Parameter]]) -> tuple[tuple[Span, ...], int]:
-    """Spans of the parameters, group by group, and the padded length."""
+def _place(runs: Sequence[list[nn.Parameter]]) -> tuple[tuple[Span, ...], int]:
+    """Spans of the parameters, run by run, and the padded length."""
     spans, offset = [], 0
-    for group in groups:
-        for parameter in group:
+    for run in runs:
+        for parameter in run:
             spans.append(Span(parameter, offset))
             offset += parameter.numel()
         offset = -(-offset // ALIGNMENT) * ALIGNMENT

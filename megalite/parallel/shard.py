@@ -1,22 +1,29 @@
 """What a parameter is in the global model: the one attribute that init, reduction, clipping and checkpoints read.
 
-A layer that cuts a parameter sets `param.shard`; nothing else marks tensors.
+A layer that cuts a parameter sets `param.shard`; nothing else marks tensors. Buffers that a checkpoint keeps have one
+too.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megalite.mpu import Axis, ParallelState
 
+_T = TypeVar("_T", bound=Tensor)
+
 Segments = tuple[tuple[int, int], ...]
 """Global (start, length) runs along one dim, in local order."""
+
+Group = Literal["dense", "expert"]
+"""Which of the two factorings of a stage's ranks cuts a parameter: tp x cp x dp, or etp x ep x edp."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,16 @@ class Shard:
 
     name: layout-free global name. shape: global shape. cuts: how it is cut (a dim not named is whole here).
     partial: axes over which its gradient is a partial sum; after summing, the first rank of each owns it.
-    group: which ranks share it, dense (dp x cp) or expert (edp). tied_to: the name of the parameter that this one
-    is a copy of (on another stage; its own name when the whole stage is a copy). decay: whether weight decay applies.
+    group: which ranks share it, dense (dp x cp) or expert (edp), see `copies_axis`. tied_to: the name of the parameter
+    that this one is a copy of (on another stage; its own name when the whole stage is a copy). decay: whether weight
+    decay applies.
     """
 
     name: str
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
     partial: tuple[Axis, ...] = ()
-    group: Literal["dense", "expert"] = "dense"
+    group: Group = "dense"
     tied_to: str | None = None
     decay: bool = True
 
@@ -75,6 +83,15 @@ class Shard:
         copied_over = [axis for axis in model_axes if axis.ranks not in cut_over]
         return all(axis.rank == 0 for axis in (*copied_over, *self.partial))
 
+    def is_saver(self, mpu: ParallelState) -> bool:
+        """Whether this rank, of all ranks, is the one that stores the parameter."""
+        return copies_axis(self.group, mpu).is_first and self.is_owner(mpu)
+
+
+def copies_axis(group: Group, mpu: ParallelState) -> Axis:
+    """The ranks that hold the same part of a parameter of `group` for different data: its gradient is their sum."""
+    return mpu.edp if group == "expert" else mpu.dp_cp
+
 
 def _rectangles(
     local: Tensor, runs: Sequence[Segments], dim: int, offset: tuple[int, ...], sizes: tuple[int, ...]
@@ -102,28 +119,48 @@ def shard_of(parameter: Tensor) -> Shard:
     return shard
 
 
-def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Marks `parameter`; returns it."""
-    assert parameter.shape == shard.local_shape, f"{shard.name}: {tuple(parameter.shape)} is not {shard.local_shape}"
-    parameter.shard = shard  # pyright: ignore[reportAttributeAccessIssue]
-    return parameter
+def set_shard(tensor: _T, shard: Shard) -> _T:
+    """Marks a parameter or a buffer; returns it."""
+    assert tensor.shape == shard.local_shape, f"{shard.name}: {tuple(tensor.shape)} is not {shard.local_shape}"
+    tensor.shard = shard  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(path, buffer) of every buffer in `module` that belongs to its state."""
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def name_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Gives every parameter its path in `module` as global name; a parameter without a shard is whole everywhere."""
-    for name, parameter in module.named_parameters():
-        name = f"{prefix}{name}"
-        if getattr(parameter, "shard", None) is None:
-            set_shard(parameter, Shard(name, tuple(parameter.shape), decay=parameter.dim() > 1))
+    """Gives every parameter and persistent buffer its path in `module` as global name.
+
+    One without a shard is whole everywhere.
+    """
+    for path, tensor in (*module.named_parameters(), *persistent_buffers(module)):
+        name = f"{prefix}{path}"
+        if getattr(tensor, "shard", None) is None:
+            set_shard(tensor, Shard(name, tuple(tensor.shape), decay=tensor.dim() > 1))
         else:
-            set_shard(parameter, replace(shard_of(parameter), name=name))
+            set_shard(tensor, replace(shard_of(tensor), name=name))
 
 
 def mark_copies(module: nn.Module) -> None:
-    """Says of every parameter that it is a copy of the one with the same name on another rank, which owns it."""
-    for parameter in module.parameters():
-        shard = shard_of(parameter)
-        set_shard(parameter, replace(shard, tied_to=shard.tied_to or shard.name))
+    """Says of all state in `module` that it is a copy of what has the same name on another rank, which owns it."""
+    for tensor in (*module.parameters(), *(buffer for _, buffer in persistent_buffers(module))):
+        shard = shard_of(tensor)
+        set_shard(tensor, replace(shard, tied_to=shard.tied_to or shard.name))
+
+
+def buffer_tensors(module: nn.Module) -> dict[str, list[tuple[Shard, Tensor]]]:
+    """The persistent buffers as a checkpoint keeps them: kind `buffer` -> (shard, this rank's part); views, not copies.
+
+    A module without any has no such kind.
+    """
+    found = [(shard_of(buffer), buffer) for _, buffer in persistent_buffers(module)]
+    return {"buffer": found} if found else {}
 
 
 def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -134,28 +171,58 @@ def storage_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter
     return [sorted(group, key=lambda p: p.storage_offset()) for group in groups.values()]
 
 
-def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every meta parameter of `module` memory in `dtype` on `device`, every buffer in at least float32.
+class ShardedModule(nn.Module):
+    """Base of layers that hold marked parameters: `copy.deepcopy` keeps the marks, and neighbours in memory adjacent.
 
+    torch copies the values of a parameter and drops its attributes. A copy has no gradients, main or other, and
+    shares the axes of the original.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for group in storage_groups([p for p in self.parameters() if id(p) not in memo]):
+            for old, new in zip(group, _side_by_side(group, group[0].device, group[0].dtype), strict=True):
+                memo[id(old)] = new
+                new.data.copy_(old.data)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every meta parameter of `module` memory in `dtype` on `device`.
+
+    Buffers get theirs in at least float32, those of integers in their own dtype; whoever made them gives them values.
     Parameters that shared a storage share one again, in the same places; a parameter used by two modules stays one.
     """
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for group in storage_groups([p for p in module.parameters() if p.is_meta]):
-        memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
-        offset = 0
-        for old in group:
-            data = memory[offset : offset + old.numel()].view(old.shape)
-            fresh[old] = set_shard(nn.Parameter(data, requires_grad=old.requires_grad), shard_of(old))
-            offset += old.numel()
+        fresh.update(zip(group, _side_by_side(group, device, dtype), strict=True))
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and parameter in fresh:
                 child._parameters[name] = fresh[parameter]
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                child._buffers[name] = torch.zeros_like(
-                    buffer, device=device, dtype=torch.promote_types(dtype, torch.float32)
-                )
+                child._buffers[name] = _real_buffer(buffer, device, torch.promote_types(dtype, torch.float32))
+
+
+def _real_buffer(meta: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros in the place of a meta buffer, which stand for the same part of the global model."""
+    real = torch.zeros_like(meta, device=device, dtype=dtype if meta.is_floating_point() else meta.dtype)
+    shard = getattr(meta, "shard", None)
+    return real if shard is None else set_shard(real, shard)
+
+
+def _side_by_side(group: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+    """New parameters of zeros with the shapes and marks of `group`, in one storage in this order."""
+    memory = torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype)
+    parts = memory.split([p.numel() for p in group])
+    new = [nn.Parameter(part.view(p.shape), p.requires_grad) for part, p in zip(parts, group, strict=True)]
+    for parameter, old in zip(new, group, strict=True):
+        if getattr(old, "shard", None) is not None:
+            set_shard(parameter, shard_of(old))
+    return new
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:

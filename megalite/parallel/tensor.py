@@ -2,6 +2,11 @@
 
 With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) a column-parallel layer gathers the sequence
 before its GEMM and a row-parallel one scatters it after; only the cut input is kept for the backward pass.
+
+A linear adds its weight gradient to `main_grad` (or `grad`, on a bare layer) and never returns it, so that it can be
+computed later and in place. Every backward pass through it does so, whatever was asked for: `torch.autograd.grad(loss,
+x)` leaves a contribution there too, and `torch.autograd.grad(loss, weight)` finds the weight unused. Where that is
+unwanted, freeze the weights (`requires_grad_(False)`) or work on a `copy.deepcopy`.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from megalite.mpu import Axis
 from megalite.parallel.collectives import gather_from, leave_parallel, reduce_from, reduce_scatter_sequence, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.random import normal_
-from megalite.parallel.shard import Cut, Segments, Shard, adjacent, even_cut, set_shard
+from megalite.parallel.shard import Cut, Segments, Shard, ShardedModule, adjacent, even_cut, set_shard
 from megalite.parallel.wgrad import WeightGradQueue
 
 __all__ = [
@@ -38,7 +43,7 @@ def _fused(parts: Sequence[Tensor]) -> Tensor:
     return whole if whole is not None else torch.cat(list(parts))
 
 
-def _main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
+def main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
     """Where each weight gradient accumulates: `main_grad` under data parallelism, `grad` on a bare layer."""
     grads = []
     for weight in weights:
@@ -54,14 +59,14 @@ def _main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
 def _accumulate(weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor) -> None:
     """Adds dy^T x to the gradients of the weights whose outputs stand side by side in `dy`, but for frozen ones."""
     learning = all(weight.requires_grad for weight in weights)
-    grads = _main_grads(weights) if learning else []
+    grads = main_grads(weights) if learning else []
     whole = adjacent(grads) if learning else None
     if whole is not None:
         accumulate_weight_grad(whole, dy, x)
         return
     for weight, part in zip(weights, dy.split([w.shape[0] for w in weights], dim=-1), strict=True):
         if weight.requires_grad:
-            accumulate_weight_grad(_main_grads([weight])[0], part, x)
+            accumulate_weight_grad(main_grads([weight])[0], part, x)
 
 
 class _Linear(torch.autograd.Function):
@@ -161,7 +166,7 @@ class OutputPart:
         return even_cut(self.num_units, axis, self.unit)
 
 
-class _Part(nn.Module):
+class _Part(ShardedModule):
     """Weight [out_local, in] and bias [out_local] of one output part, as views of the layer's storage."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, cut: Cut, shape: tuple[int, int], replicas: Axis | None):
@@ -177,7 +182,7 @@ class _Part(nn.Module):
         raise AssertionError("call the fused layer, not one of its parts")
 
 
-class FusedColumnParallelLinear(nn.Module):
+class FusedColumnParallelLinear(ShardedModule):
     """Several column-parallel linears of one input (q, k, v; gate, up) as one GEMM over adjacent storage.
 
     Input [s, b, in] (or [s / tp, b, in] under sequence parallelism); output [s, b, sum of the parts' local features],
@@ -233,7 +238,7 @@ class FusedColumnParallelLinear(nn.Module):
         return f"parts={dict(zip(self._names, self.sizes, strict=True))} of {self.axis}"
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(ShardedModule):
     """What a column- and a row-parallel linear share: a weight cut over `axis` along one dim, and a bias."""
 
     def __init__(
@@ -366,7 +371,7 @@ def _add_rows(target: Tensor, ids: Tensor, rows: Tensor) -> None:
         target.index_add_(0, ids, rows)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedModule):
     """A table [vocab, hidden] cut by rows: rank r owns [r V // n, (r + 1) V // n), whether or not n divides V.
 
     ids [s, b] -> [s, b, hidden], or this rank's rows of the sequence [s / n, b, hidden] under sequence parallelism.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,9 @@ class WeightGradQueue:
     microbatch: int = 0
     on_done: Callable[[Sequence[nn.Parameter]], None] | None = None
     _waiting: dict[int, deque[tuple[Callable[[], None], Sequence[nn.Parameter]]]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradQueue:
+        return WeightGradQueue()  # of a copied layer: what waits here, and who listens, belongs to the original
 
     def put(self, work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> None:
         """Runs `work`, which adds to the main gradients of `parameters`, now or in `drain`."""

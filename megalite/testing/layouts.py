@@ -178,11 +178,9 @@ class _RankReport:
     def add(self, label: str, tensor: Tensor, local: Tensor, mpu: ParallelState, reference: Any) -> None:
         """Compares `local`, a value of `tensor` on this rank, with the reference."""
         shard, key = shard_of(tensor), f"{label}/{_name(tensor)}"
-        copies = mpu.edp if shard.group == "expert" else mpu.dp_cp
-        owned = copies.rank == 0 and shard.is_owner(mpu)
         difference = _difference(shard, local, reference.get_slice(key))
         self.difference[key] = max(self.difference.get(key, 0.0), difference)
-        self.elements[key] = self.elements.get(key, 0) + (local.numel() if owned else 0)
+        self.elements[key] = self.elements.get(key, 0) + (local.numel() if shard.is_saver(mpu) else 0)
 
 
 def _compare(

@@ -18,7 +18,7 @@ from megalite.layout import Layout, parse_layout
 from megalite.mpu import ParallelState
 from megalite.parallel.collectives import part_sizes
 from megalite.parallel.random import hashed_normal, initialize, normal_
-from megalite.parallel.shard import Shard, shard_of
+from megalite.parallel.shard import Shard, copies_axis, shard_of
 from megalite.testing.world import World
 
 TOLERANCE = 1e-10
@@ -259,9 +259,9 @@ def _compare_values(module: nn.Module, mpu: ParallelState, reference: _Reference
     for name, parameter in module.named_parameters():
         shard = shard_of(parameter)
         rectangles = [(offset, sizes) for offset, sizes, _ in shard.pieces(parameter)]
-        # Copies of the model on other dp ranks say the same; one of them speaks.
-        found.holds[name] = rectangles if mpu.dp.rank == 0 else []
-        if shard.is_owner(mpu) and mpu.dp.rank == 0:
+        # Ranks with a copy for other data say the same; one of them speaks.
+        found.holds[name] = rectangles if copies_axis(shard.group, mpu).is_first else []
+        if shard.is_saver(mpu):
             found.owns[name] = rectangles
         difference = _compare_pieces(shard, parameter.detach(), reference.values[name], largest)
         found.differences.append((f"initial value of {name}", difference, ""))

@@ -27,6 +27,7 @@ from megalite.pipeline.partition import partition
 from megalite.pipeline.plan import Plan
 from megalite.pipeline.schedule import make_plan
 from megalite.train.config import TrainConfig
+from megalite.train.flops import layer_matmul_parameters
 from megalite.train.step import Training
 
 
@@ -72,15 +73,13 @@ def plan_of(parallel: ParallelConfig, num_microbatches: int) -> Plan:
 def stage_layers(model: ModelConfig, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> list[range]:
     """The global layers of every stage of the model.
 
-    Balanced by matmul cost, with the embedding and the head counted, unless `layers_per_stage` says otherwise.
+    Balanced by matmul cost (of experts, those that a token uses), with the embedding and the head counted, unless
+    `layers_per_stage` says otherwise.
     """
-    query, key_value = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    matrices = 2 if model.name == "gpt2" else 3
-    layer = model.hidden_size * (2 * query + 2 * key_value + matrices * model.ffn_size)
     return partition(
         model.num_layers,
         num_stages,
-        layer_cost=float(layer),
+        layer_cost=[float(layer_matmul_parameters(model, layer)) for layer in range(model.num_layers)],
         embedding_cost=float(model.hidden_size),  # a look-up: next to nothing
         head_cost=float(model.hidden_size * model.vocab_size),
         layers_per_stage=layers_per_stage,

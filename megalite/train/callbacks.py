@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.tensorboard import SummaryWriter
 
 from megalite.mpu import ParallelState
@@ -61,7 +62,7 @@ class MetricsFiles(Callback):
         self._files: list[JsonLines] = []
 
     def before_run(self, step: int) -> None:
-        """Opens both files at their ends."""
+        """Rows will be added at the ends of both files."""
         self._files = [JsonLines(self._folder.metrics_file), JsonLines(self._folder.validation_file)]
 
     def after_step(self, metrics: StepMetrics, speed: Speed) -> None:
@@ -162,12 +163,16 @@ class ProgressLines(Callback):
 
 
 class ProfilerTrace(Callback):
-    """Records steps `first` to `last` with torch.profiler into a Chrome trace, one file a rank."""
+    """Records steps `first` to `last` with torch.profiler into a Chrome trace, one file a rank.
+
+    Each step is a span `ProfilerStep#N`, the name that trace viewers look for; the gaps between are what is no step.
+    """
 
     def __init__(self, folder: Path, *, first: int, last: int, rank: int):
         self._path = folder / f"steps_{first}_to_{last}_rank{rank}.json.gz"
         self._first, self._last = first, last
         self._profile: profile | None = None
+        self._span = ExitStack()
 
     def before_step(self, step: int) -> None:
         """Starts recording; a resume in the middle of the range records what is left of it."""
@@ -175,9 +180,12 @@ class ProfilerTrace(Callback):
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profile = profile(activities=kinds)
             self._profile.start()
+        if self._profile is not None:
+            self._span.enter_context(record_function(f"ProfilerStep#{step}"))
 
     def after_step(self, metrics: StepMetrics, speed: Speed) -> None:
-        """Stops recording and writes the file after the last step."""
+        """Ends the span; stops recording and writes the file after the last step."""
+        self._span.close()
         if metrics.step == self._last:
             self._write()
 
@@ -188,6 +196,7 @@ class ProfilerTrace(Callback):
     def _write(self) -> None:
         if self._profile is None:
             return
+        self._span.close()  # of a step that failed
         recorded, self._profile = self._profile, None
         recorded.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)

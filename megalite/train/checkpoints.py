@@ -12,7 +12,7 @@ from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
-from megalite.parallel.shard import Shard
+from megalite.parallel.shard import Shard, buffer_tensors
 from megalite.train.config import TrainConfig
 from megalite.train.step import Training
 
@@ -115,7 +115,12 @@ class RunCheckpoints:
 
     def _load(self, path: Path) -> Manifest:
         manifest = store.load(path, self._tensors(), self._mpu)
-        self._training.optimizer.steps = int(manifest.state["updates"])
+        updates = manifest.state.get("updates")
+        if type(updates) is not int:
+            raise ResumeError(
+                f"{path} does not say how many updates the optimizer has made: it is not of a training run"
+            )
+        self._training.optimizer.steps = updates
         return manifest
 
     @property
@@ -123,8 +128,9 @@ class RunCheckpoints:
         return self._training.mpu
 
     def _tensors(self) -> Tensors:
-        """Parameters of all stages, then what the optimizer keeps of them; views of the live state."""
+        """Parameters and buffers of all stages, then what the optimizer keeps of them; views of the live state."""
         parts = [part.state_tensors() for part in self._training.data_parallels.values()]
+        parts += [buffer_tensors(stage) for stage in self._training.stages.values()]
         parts.append(self._training.optimizer.state_tensors())
         tensors: dict[str, list[tuple[Shard, Any]]] = {}
         for part in parts:

@@ -1,10 +1,11 @@
 """Model FLOPs of a training step and the peak rates they are held against.
 
 A multiply-add is 2 FLOPs. The forward pass counts every matrix product with a weight (attention projections,
-feed-forward, output head; the input embedding is a look-up) and the products of causal attention, of which only
-the half below the diagonal is needed and counted. Backward is twice the forward pass. Recomputation, norms, softmax and
-the optimizer do not count, so that the number measures the model and not the implementation (PaLM, arXiv:2204.02311,
-counts attention in full; here it is halved, as in current Megatron-LM).
+feed-forward, output head; the input embedding is a look-up; of the experts, the top_k of a token) and the products of
+causal attention, of which only the half below the diagonal is needed and counted. Backward is twice the forward pass.
+Recomputation, norms, softmax, the taps of short convolutions and the optimizer do not count, so that the number
+measures the model and not the implementation (PaLM, arXiv:2204.02311, counts attention in full; here it is halved, as
+in current Megatron-LM).
 """
 
 from __future__ import annotations
@@ -29,17 +30,28 @@ PEAK_TFLOPS = {
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that multiply activations, once per token: all weight matrices and the head, tied or not."""
-    query, key_value = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    attention = model.hidden_size * (2 * query + 2 * key_value)
+    """Parameters that multiply the activations of a token: weight matrices, active experts, the head, tied or not."""
+    layers = sum(layer_matmul_parameters(model, layer) for layer in range(model.num_layers))
+    return layers + model.hidden_size * model.vocab_size
+
+
+def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
+    """The same for global layer number `layer`: what its products cost, up to a factor for all layers."""
+    operator = 2 * (model.num_heads + model.kv_heads) * model.head_size
+    if not model.is_attention_layer(layer):
+        operator = 4 * model.hidden_size  # three into a short convolution, one out of it
     matrices = 2 if model.name == "gpt2" else 3  # a gated feed-forward has a third one
-    feed_forward = matrices * model.hidden_size * model.ffn_size
-    return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
+    if not model.is_moe_layer(layer):
+        return model.hidden_size * (operator + matrices * model.ffn_size)
+    width = model.top_k * model.expert_ffn_size + model.shared_ffn_hidden_size
+    router = model.num_experts + (1 if model.shared_expert_gate else 0)
+    return model.hidden_size * (operator + matrices * width + router)
 
 
 def attention_flops(model: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs of the scores and of the weighted values for one row, over all layers, causal half."""
-    return 2 * seq_len * seq_len * model.num_heads * model.head_size * model.num_layers
+    """Forward FLOPs of the scores and of the weighted values for one row, over the layers that have them, causal half."""
+    num_layers = sum(model.is_attention_layer(layer) for layer in range(model.num_layers))
+    return 2 * seq_len * seq_len * model.num_heads * model.head_size * num_layers
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> int:

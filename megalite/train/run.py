@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.data.indexed import FormatError
 from megalite.kernels.attention import resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
@@ -35,7 +36,9 @@ from megalite.train.trainer import NonFiniteError, Outcome, RunError, Trainer
 
 logger = logging.getLogger("megalite")
 
-_MENDABLE = (RunError, RunFolderError, ResumeError, CheckpointError, NonFiniteGradient, NonFiniteError)
+_MENDABLE = (
+    RunError, RunFolderError, ResumeError, CheckpointError, FormatError, NonFiniteGradient, NonFiniteError,
+)  # fmt: skip
 """Errors during a run that the user can do something about."""
 
 
@@ -143,20 +146,31 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     return choices
 
 
+def count_parameters(training: Training) -> tuple[int, int]:
+    """(Dense parameters, those of all experts) of the global model, on every rank."""
+    mpu = training.mpu
+    owned = {"dense": 0, "expert": 0}
+    for data_parallel in training.data_parallels.values():
+        for parameter in data_parallel.parameters:
+            shard = shard_of(parameter)
+            owned[shard.group] += parameter.numel() if shard.is_owner(mpu) else 0
+    dense = mpu.tp.all_reduce(torch.tensor([owned["dense"]], device=mpu.world.device))
+    experts = mpu.etp_ep.all_reduce(torch.tensor([owned["expert"]], device=mpu.world.device))
+    counts = mpu.pp.all_reduce(torch.cat((dense, experts)))
+    return int(counts[0]), int(counts[1])
+
+
 def _report(config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console) -> None:
     """What rank 0 says before the first step: the model, the data, the layout and the kernels."""
     mpu = training.mpu
-    owned = sum(
-        parameter.numel()
-        for data_parallel in training.data_parallels.values()
-        for parameter in data_parallel.parameters
-        if shard_of(parameter).is_owner(mpu)
-    )
-    total = mpu.tp_pp.all_reduce(torch.tensor([owned], device=mpu.tp_pp.device))
+    dense, experts = count_parameters(training)
+    size = f"{dense + experts:,} parameters"
+    if config.model.num_experts:
+        size += f" ({dense + experts * config.model.top_k // config.model.num_experts:,} active)"
     ranks, threads = mpu.world.size, torch.get_num_threads()
     logger.info(
-        "%s: %s parameters, %d layers, %s, %d rank%s with %d thread%s each",
-        config.model.name, f"{int(total):,}", config.model.num_layers, config.train.precision,
+        "%s: %s, %d layers, %s, %d rank%s with %d thread%s each",
+        config.model.name, size, config.model.num_layers, config.train.precision,
         ranks, "s"[: ranks > 1], threads, "s"[: threads > 1],
     )  # fmt: skip
     for line in training.datasets.summary:

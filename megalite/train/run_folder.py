@@ -38,26 +38,31 @@ class RunFolderError(ValueError):
 
 
 class JsonLines:
-    """A file of one JSON object a line, appended to; floats keep full precision.
+    """A file of one JSON object a line, appended to and made by the first row; floats keep full precision.
 
     Each line reaches the operating system at once, so a killed process loses nothing; `sync` brings it to disk.
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row."""
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
         """Waits until everything written is on disk."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Writes no more."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -24,16 +24,19 @@ from megalite.optim.config import OptimConfig
 from megalite.optim.lr import lr_at
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel, Unit, main_grad
-from megalite.parallel.shard import Cut, Shard, set_shard
+from megalite.parallel.shard import Cut, Shard, set_shard, shard_of
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.testing.world import World
-from tests.parallel.parameters import cut_rows, whole
+from tests.parallel.parameters import cut_experts, cut_rows, whole
 
 SINGLE = ParallelState.single()
 
 
 class Run:
-    """A small training state: a tied table, a matrix cut in two runs of rows, a norm; gradients made by step number."""
+    """A small training state: a tied table, a matrix cut in two runs of rows, a norm, experts, a buffer.
+
+    Gradients are made by step number.
+    """
 
     def __init__(self, mpu: ParallelState, dtype: torch.dtype = torch.bfloat16, width: int = 3, seed: int = 0):
         g = torch.Generator().manual_seed(seed)
@@ -47,7 +50,10 @@ class Run:
         shard = Shard(f"layers.{mpu.pp.rank}.fused", (8, width), (Cut(mpu.tp, 0, runs),))
         fused = set_shard(torch.nn.Parameter(local), shard)
         norm = whole(f"layers.{mpu.pp.rank}.norm", torch.ones(width, dtype=dtype), partial=(mpu.tp,))
-        units = [Unit("tied", [words], tied=True), Unit("layer", [fused, norm])]
+        experts = torch.randn(4, 6, width, generator=g).to(dtype)
+        fc1 = cut_experts(f"layers.{mpu.pp.rank}.experts", experts, mpu, dim=1)
+        self.fractions = set_shard(torch.zeros(4), Shard(f"layers.{mpu.pp.rank}.fractions", (4,)))
+        units = [Unit("tied", [words], tied=True), Unit("layer", [fused, norm, fc1])]
         self.data_parallel = DataParallel(units, mpu, queue=WeightGradQueue())
         self.config = OptimConfig(lr=0.1, warmup_steps=4, clip_grad=1.0)
         self.optimizer = Optimizer(self.config, [self.data_parallel], mpu)
@@ -63,11 +69,13 @@ class Run:
             self.data_parallel.finish()
             rates.append(lr_at(self.config, step, 12))
             self.optimizer.step(rates[-1])
+            self.fractions += step / 3
         return rates
 
     def tensors(self) -> dict[str, list[tuple[Shard, Tensor]]]:
         """Everything that a checkpoint keeps."""
-        return self.data_parallel.state_tensors() | self.optimizer.state_tensors()
+        buffers = {"buffer": [(shard_of(self.fractions), self.fractions)]}
+        return self.data_parallel.state_tensors() | self.optimizer.state_tensors() | buffers
 
     def save(self, folder: Path, step: int, **options: Any) -> Path:
         """Saves, with the number of updates in the state."""
@@ -118,6 +126,8 @@ def _resume_in_ranks(mpu: ParallelState, folder: str) -> bool:
 
 LAYOUTS = [
     (ParallelConfig(), 2), (ParallelConfig(tp=2), 2), (ParallelConfig(pp=2), 2), (ParallelConfig(tp=2, pp=2), 8),
+    (ParallelConfig(ep=2), 2), (ParallelConfig(ep=2), 4), (ParallelConfig(tp=2, ep=2, etp=2), 8),
+    (ParallelConfig(tp=2, pp=2, ep=2), 8),
 ]  # fmt: skip
 
 
@@ -129,9 +139,13 @@ def test_every_layout_resumes_bit_for_bit_and_stores_each_element_once(
     folder = tmp_path / "checkpoints" / "step_00000003"
     manifest = Manifest.read(folder)
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
-    names = {f"layers.{stage}.{name}" for stage in range(layout.pp) for name in ("fused", "norm")} | {"words"}
+    names = {f"layers.{stage}.{name}" for stage in range(layout.pp) for name in ("fused", "norm", "experts")} | {
+        "words"
+    }
     kinds = ("parameter", "master", "exp_avg", "exp_avg_sq")
-    assert set(manifest.tensors) == {f"{kind}/{name}" for kind in kinds for name in names}
+    buffers = {f"buffer/layers.{stage}.fractions" for stage in range(layout.pp)}
+    assert set(manifest.tensors) == {f"{kind}/{name}" for kind in kinds for name in names} | buffers
+    assert {name: manifest.layout[name] for name in ("ep", "etp")} == {"ep": layout.ep, "etp": layout.etp}
     stored = 0
     for entry in manifest.tensors.values():
         count = torch.zeros(entry.shape)
@@ -253,7 +267,7 @@ def test_another_model_or_precision_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="parameter/extra is not in the checkpoint"):
         store.load(tmp_path, {"parameter": [(extra.shard, extra.data)]}, SINGLE)  # pyright: ignore
     run = Run(SINGLE)
-    with pytest.raises(CheckpointError, match=r"holds parameter/layers\.0\.norm, which this model does not have"):
+    with pytest.raises(CheckpointError, match=r"holds .*parameter/layers\.0\.norm, which this model does not have"):
         store.load(tmp_path, {"parameter": run.tensors()["parameter"][:2]}, SINGLE)
 
 
@@ -300,6 +314,57 @@ def test_damage_is_named(tmp_path: Path, how: str, message: str) -> None:
     run.save(tmp_path, 1)
     _damage(run.save(tmp_path, 2), how)
     with pytest.raises(CheckpointError, match=message):
+        run.load(tmp_path)
+
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def _piece(content: dict[str, Any]) -> dict[str, Any]:
+    return content["tensors"]["parameter/words"]["pieces"][0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m.pop("step"), "it has no step of type int"),
+        (lambda m: m.pop("format"), "it has no format of type int"),
+        (lambda m: m.update(step="2"), "it has no step of type int"),
+        (lambda m: m.update(step=True), "it has no step of type int"),
+        (lambda m: m.update(step=-2), "it has step -2"),
+        (lambda m: m.update(layout=[1]), "it has no layout of type dict"),
+        (lambda m: m.update(state=None), "it has no state of type dict"),
+        (lambda m: m.update(files=[]), "it has no files of type dict"),
+        (lambda m: m["files"].update({"rank_00000.safetensors": 3}), r"files\.rank_00000\.safetensors has no size"),
+        (lambda m: m["files"]["rank_00000.safetensors"].pop("crc32"), "has no crc32 of type int"),
+        (lambda m: m.update(tensors=3), "it has no tensors of type dict"),
+        (lambda m: m["tensors"].update({"parameter/words": []}), "parameter/words has no pieces of type list"),
+        (lambda m: m["tensors"]["parameter/words"].update(shape="73"), "parameter/words has no shape of type list"),
+        (lambda m: m["tensors"]["parameter/words"].update(pieces=[7]), "parameter/words has no offset of type list"),
+        (lambda m: _piece(m).update(sizes=[7, "3"]), "parameter/words has no list of sizes as sizes"),
+        (lambda m: _piece(m).update(offset=[-1, 0]), "parameter/words has no list of sizes as offset"),
+        (lambda m: _piece(m).update(name=None), "parameter/words has no name of type str"),
+        (lambda m: _piece(m).update(file="../a"), r"parameter/words is in \.\./a, which is not among its files"),
+        (lambda m: _piece(m).update(name="elsewhere"), "rank_00000.safetensors is damaged: .*elsewhere"),
+        (lambda m: _piece(m).update(name="parameter/layers.0.norm@0"), r"norm@0 is \[3\], not \[7, 3\]"),
+    ],
+)
+def test_a_malformed_manifest_is_told_plainly(tmp_path: Path, edit: Edit, message: str) -> None:
+    run = Run(SINGLE)
+    path = run.save(tmp_path, 2) / MANIFEST
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        run.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "[" * 100_000, '{"format": "1"}', "\udcff"])
+def test_a_manifest_that_is_no_object_is_told_plainly(tmp_path: Path, text: str) -> None:
+    run = Run(SINGLE)
+    path = run.save(tmp_path, 2) / MANIFEST
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: "):
         run.load(tmp_path)
 
 

@@ -15,7 +15,7 @@ from megalite.data.cache import build_once
 from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import demo_documents, prepare_demo
 from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed import IndexedDataset, IndexedWriter
+from megalite.data.indexed import FormatError, IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
 from megalite.data.tokenizer import load_tokenizer
 from tests.data.reference import prefix
@@ -59,6 +59,9 @@ def test_demo_corpus(cache: Path, documents: list[str]) -> None:
     assert again.fingerprint == datasets.fingerprint
     assert isinstance(again.train, GPTDataset) and again.train.source.prefix == data.prefix
     assert len(list(cache.glob("demo-*.tmp"))) == 0
+    assert datasets.summary == [
+        f"embedded demo: {len(data)} sequences, {data.num_tokens} tokens (uint16)", "tokenizer: embedded demo, 4093 ids"
+    ]  # fmt: skip
 
 
 def _prepare(directory: str) -> tuple[str, bytes]:
@@ -104,10 +107,11 @@ def test_text_is_tokenised_once(tmp_path: Path, cache: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr("megalite.data.build.preprocess", lambda *_, **__: pytest.fail("tokenised again"))
         assert _build(cache, paths=(str(text),), tokenizer="byte").fingerprint == first.fingerprint
+    assert first.summary[0].startswith(f"{text}: 60 sequences,") and first.summary[1:] == ["tokenizer: byte, 257 ids"]
     text.write_text(text.read_text().replace("line 30", "LINE 30"))
     assert _build(cache, paths=(str(text),), tokenizer="byte").fingerprint != first.fingerprint
     demo = _build(cache, paths=(str(text),), vocab=4093)
-    assert demo.tokenizer is not None and demo.tokenizer.vocab_size == 4093
+    assert demo.tokenizer is not None and demo.summary[1] == "tokenizer: embedded demo, 4093 ids"
 
 
 def test_megatron_files_and_blends(cache: Path) -> None:
@@ -121,7 +125,10 @@ def test_megatron_files_and_blends(cache: Path) -> None:
     assert by_size.train.counts() == pytest.approx([1000 * 1471 / (1471 + 672), 1000 * 672 / (1471 + 672)], abs=2)
     everything = _build(cache, paths=paths, num_samples=None, split="1")
     assert len(everything.train) == (1471 - 1) // 16 + (672 - 1) // 16
-    assert len(everything.summary) == 2
+    assert everything.summary == [
+        f"{paths[0]}: 57 sequences, 1471 tokens (uint16)", f"{paths[1]}: 40 sequences, 672 tokens (int32)",
+        "tokenizer: not recorded with the data",
+    ]  # fmt: skip
 
 
 def test_a_dataset_without_a_share(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,6 +185,23 @@ def test_vocabularies_must_fit(cache: Path, tmp_path: Path, caplog: pytest.LogCa
         _build(cache, paths=(str(tmp_path / "made"),), vocab=4093, tokenizer=other)
 
 
+def test_a_stale_side_file_does_not_hide_ids_beyond_the_vocabulary(cache: Path, tmp_path: Path) -> None:
+    """The largest id is taken from the side file, so that start-up need not read the tokens; each row is looked at."""
+    text = tmp_path / "a.txt"
+    text.write_text("some text, " * 50)
+    preprocess([text], tmp_path / "made", "byte")
+    ids = np.fromfile(tmp_path / "made.bin", dtype=np.uint16)
+    ids[5] = 300
+    ids.tofile(tmp_path / "made.bin")
+    datasets = _build(cache, paths=(str(tmp_path / "made"),), vocab=300)
+    message = r"made has token id 300 in sample \d+, but the vocabulary has 257 entries; is it the right tokenizer\?"
+    with pytest.raises(FormatError, match=message):
+        [datasets.train[i] for i in range(len(datasets.train))]
+    (tmp_path / "made.json").unlink()  # then the tokens are read at start-up
+    with pytest.raises(ValueError, match=r"made has token id 300, but model\.vocab_size has 300 entries"):
+        _build(cache, paths=(str(tmp_path / "made"),), vocab=300)
+
+
 def test_the_recorded_tokenizer_may_be_gone(cache: Path, tmp_path: Path) -> None:
     model = tmp_path / "t.model"
     shutil.copy(prepare_demo(cache).tokenizer, model)
@@ -186,6 +210,7 @@ def test_the_recorded_tokenizer_may_be_gone(cache: Path, tmp_path: Path) -> None
     preprocess([text], tmp_path / "made", str(model))
     found = _build(cache, paths=(str(tmp_path / "made"),), vocab=4093)
     assert found.tokenizer is not None and found.tokenizer.fingerprint == load_tokenizer(model).fingerprint
+    assert found.summary[1] == f"tokenizer: {model}, 4093 ids"
     model.unlink()
     assert _build(cache, paths=(str(tmp_path / "made"),), vocab=4093, eod_mask_loss=True).tokenizer is None
     with pytest.raises(ValueError, match=r"model.vocab_size=4000 is smaller than the 4093 ids"):

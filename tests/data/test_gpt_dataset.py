@@ -155,7 +155,8 @@ def test_splits() -> None:
     assert split_ranges("98,1,1", 40) == [(0, 39), (39, 40), (40, 40)]
     assert split_ranges("1", 7) == [(0, 7), None, None]
     assert split_ranges("0,1,0", 7) == [None, (0, 7), None]
-    for bad in ("", "0,0,0", "1,2,3,4", "-1,2"):
+    assert split_ranges("1e2, 1e2", 7) == [(0, 4), (4, 7), None]
+    for bad in ("", "0,0,0", "1,2,3,4", "-1,2", "3,-1", "98/1/1", "1.2.3,1", "1,", "train", "inf,1", "nan"):
         with pytest.raises(ValueError, match="must be one to three weights"):
             split_ranges(bad, 7)
 

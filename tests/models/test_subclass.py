@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megalite.layout import parse_layout
-from megalite.models import MODELS
+from megalite.models import MODELS, lfm2
 from megalite.testing.layouts import prove_layouts
 from megalite.testing.world import World
 from tests.models import primer
@@ -28,6 +29,8 @@ def test_a_users_architecture(layout: str, tokens: str, tmp_path: Path, world: W
     assert difference.passed, difference.first_diff
 
 
-def test_the_page_shows_this_code() -> None:
+@pytest.mark.parametrize("module", [primer, lfm2], ids=["primer", "lfm2"])
+def test_the_page_shows_this_code(module: ModuleType) -> None:
     page = Path(__file__).parents[2] / "docs" / "new_architecture.md"
-    assert Path(primer.__file__).read_text() in page.read_text()
+    assert module.__file__ is not None
+    assert Path(module.__file__).read_text() in page.read_text()

@@ -1,4 +1,4 @@
-"""The router: choices, ties, groups, capacity, losses and counts on one rank; across ranks the layout tests prove it."""
+"""The router on one rank: choices, ties, groups, capacity, losses and counts; the layout tests prove it on several."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_attached_loss_reaches_the_graph_once() -> None:
     x, w = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     y = attach_loss(x * 1.0, w * w, 0.5)
     torch.autograd.backward(y, torch.ones(3))
-    assert w.grad == 0.5 * 4.0 and torch.equal(x.grad, torch.ones(3))
+    assert w.grad == 0.5 * 4.0 and x.grad is not None and torch.equal(x.grad, torch.ones(3))
 
 
 def test_counts_are_assigned_so_a_recompute_counts_once() -> None:

@@ -28,6 +28,21 @@ def cut_rows(name: str, value: Tensor, mpu: ParallelState, **fields: Any) -> nn.
     return set_shard(nn.Parameter(value[start : start + length].clone()), shard)
 
 
+def cut_experts(name: str, value: Tensor, mpu: ParallelState, dim: int | None = None, **fields: Any) -> nn.Parameter:
+    """This rank's experts of the stacked `value` [E, ...], cut over ep; `dim` of each is cut over etp."""
+    cuts = [Cut(mpu.ep, 0, even_cut(value.shape[0], mpu.ep))]
+    if dim is not None:
+        cuts.append(Cut(mpu.etp, dim, even_cut(value.shape[dim], mpu.etp)))
+    local = value
+    for cut in cuts:
+        ((start, length),) = cut.segments
+        local = local.narrow(cut.dim, start, length)
+    fields.setdefault("decay", value.dim() > 2)
+    return set_shard(
+        nn.Parameter(local.clone()), Shard(name, tuple(value.shape), tuple(cuts), group="expert", **fields)
+    )
+
+
 def adopt(mpu: ParallelState, *parameters: nn.Parameter, **options: Any) -> DataParallel:
     """One unit for all `parameters`."""
     return DataParallel([Unit("unit", parameters)], mpu, queue=WeightGradQueue(), **options)

@@ -305,3 +305,25 @@ def test_a_loss_is_gone_through_once_and_evaluation_makes_no_gradients() -> None
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         assert torch.equal(loss(), value)
     assert counted.get_total_flops() == 2 * 3 * 2 * 4, "one product: the logits"
+
+
+def test_every_backward_pass_adds_to_the_gradients_unless_the_weights_are_frozen() -> None:
+    layer = ColumnParallelLinear(3, 4, axis=ParallelState.single().tp)
+    x = torch.ones(2, 1, 3, requires_grad=True)
+
+    def loss() -> Tensor:
+        y = layer(x)
+        assert isinstance(y, Tensor)
+        return y.sum()
+
+    loss().backward()
+    assert layer.weight.grad is not None
+    once = layer.weight.grad.clone()
+    torch.autograd.grad(loss(), x)
+    assert torch.equal(layer.weight.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss(), layer.weight)
+    layer.weight.requires_grad_(False)
+    layer.weight.grad = None
+    (dx,) = torch.autograd.grad(loss(), x)
+    assert layer.weight.grad is None and torch.equal(dx[0, 0], layer.weight.sum(0))

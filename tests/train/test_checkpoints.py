@@ -1,5 +1,6 @@
 """What a run keeps of its state, and when a checkpoint may be continued."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from megalite.mpu import ParallelState
 from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel, Unit, main_grad
-from megalite.parallel.shard import name_parameters
+from megalite.parallel.shard import buffer_tensors, name_parameters
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.train.checkpoints import ResumeError, RunCheckpoints
 from megalite.train.config import TrainConfig
@@ -32,11 +33,13 @@ def make(
     mpu = ParallelState.single()
     torch.manual_seed(0)
     layer = nn.Linear(5, 3, dtype=torch.bfloat16)
+    layer.register_buffer("moved", torch.zeros(3))
+    layer.register_buffer("scratch", torch.zeros(3), persistent=False)
     name_parameters(layer)
     data_parallel = DataParallel([Unit("layer", list(layer.parameters()))], mpu, queue=WeightGradQueue())
     optimizer = Optimizer(OptimConfig(weight_decay=0.1), [data_parallel], mpu)
     training = SimpleNamespace(
-        mpu=mpu, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
+        mpu=mpu, stages={0: layer}, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
         datasets=SimpleNamespace(fingerprint=data),
     )  # fmt: skip
     config = FakeConfig(
@@ -52,16 +55,21 @@ def train(training: Any, steps: range) -> None:
         for i, parameter in enumerate(training.layer.parameters()):
             main_grad(parameter).copy_(torch.arange(parameter.numel()).view(parameter.shape) % (step + 2) - i)
         training.optimizer.step(0.01)
+        training.layer.moved += step / 7
 
 
 def everything(training: Any) -> dict[str, list[Tensor]]:
-    tensors = {**training.data_parallels[0].state_tensors(), **training.optimizer.state_tensors()}
+    tensors = {
+        **training.data_parallels[0].state_tensors(),
+        **training.optimizer.state_tensors(),
+        **buffer_tensors(training.layer),
+    }
     return {kind: [tensor.clone() for _, tensor in of_kind] for kind, of_kind in tensors.items()}
 
 
 def assert_equal(a: Any, b: Any) -> None:
     first, second = everything(a), everything(b)
-    assert first.keys() == second.keys() and {"parameter", "master"} < first.keys()
+    assert first.keys() == second.keys() and {"parameter", "master", "buffer"} < first.keys()
     for kind, tensors in first.items():
         assert all(torch.equal(x, y) for x, y in zip(tensors, second[kind], strict=True)), kind
     assert a.optimizer.steps == b.optimizer.steps
@@ -131,6 +139,16 @@ def test_a_data_order_that_changes_with_the_length_of_the_run_is_told(
     assert caplog.text == ""
     make(tmp_path, resume="auto", num_steps=18)[0].load(path)
     assert "made for 36 samples, and is now made for 72" in caplog.text
+
+
+@pytest.mark.parametrize("updates", [None, "3", True])
+def test_a_checkpoint_without_the_run_s_counters_is_refused(tmp_path: Path, updates: Any) -> None:
+    path = make(tmp_path)[0].save(3)
+    content = json.loads((path / "manifest.json").read_text())
+    content["state"]["updates"] = updates
+    (path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ResumeError, match="does not say how many updates"):
+        make(tmp_path, resume="auto")[0].load(path)
 
 
 def test_a_new_run_takes_over_the_state_of_another_one(tmp_path: Path) -> None:

@@ -5,10 +5,22 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from megalite.nn.config import ModelConfig
 from megalite.train import flops
+from megalite.train.build import stage_layers
 from megalite.train.config import TrainConfig
 
 LLAMA = ModelConfig(
@@ -17,9 +29,23 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 EAGER: Any = {"attn_implementation": "eager"}
 GPT2 = ModelConfig(name="gpt2", num_layers=2, hidden_size=48, num_heads=6, vocab_size=131, max_positions=32)
+MIXTRAL = ModelConfig(
+    num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=100, vocab_size=131, num_experts=5,
+    top_k=2,
+)  # fmt: skip
+QWEN2_MOE = ModelConfig(
+    num_layers=3, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=100, vocab_size=131, num_experts=6,
+    top_k=3, expert_ffn_hidden_size=20, shared_ffn_hidden_size=36, shared_expert_gate=True, moe_layers="0,2",
+)  # fmt: skip
+LFM2 = ModelConfig(
+    name="lfm2", num_layers=4, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=100, vocab_size=131,
+    attention_layers="1,2",
+)  # fmt: skip
+ALL = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "lfm2": LFM2}
 
 
-def peer(model: ModelConfig) -> torch.nn.Module:
+def peer(name: str) -> torch.nn.Module:
+    model = ALL[name]
     if model.name == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
@@ -27,26 +53,54 @@ def peer(model: ModelConfig) -> torch.nn.Module:
                 n_positions=model.max_positions, **EAGER,
             )
         )  # fmt: skip
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_heads,
-            num_key_value_heads=model.kv_heads, head_dim=model.head_size, intermediate_size=model.ffn_size,
-            vocab_size=model.vocab_size, **EAGER,
-        )
+    sizes: Any = dict(
+        num_hidden_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_heads,
+        num_key_value_heads=model.kv_heads, head_dim=model.head_size, intermediate_size=model.ffn_size,
+        vocab_size=model.vocab_size, **EAGER,
     )  # fmt: skip
+    experts: Any = {"num_experts_per_tok": model.top_k, "experts_implementation": "eager"}
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, **experts, num_local_experts=model.num_experts))
+    if name == "qwen2-moe":
+        return Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(
+                **sizes, **experts, num_experts=model.num_experts, moe_intermediate_size=model.expert_ffn_size,
+                shared_expert_intermediate_size=model.shared_ffn_hidden_size, mlp_only_layers=[1],
+            )
+        )  # fmt: skip
+    if name == "lfm2":
+        kinds = ["full_attention" if model.is_attention_layer(layer) else "conv" for layer in range(model.num_layers)]
+        return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=kinds, block_auto_adjust_ff_dim=False))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda model: model.name)
-def test_step_flops_are_those_that_a_plain_model_runs(model: ModelConfig) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_step_flops_are_those_that_a_plain_model_runs(name: str) -> None:
+    model = ALL[name]
     rows, seq_len = 3, 16
     tokens = torch.arange(rows * seq_len).reshape(rows, seq_len) % model.vocab_size
-    network = peer(model)
+    network = peer(name)
     with FlopCounterMode(display=False) as counter:
         network(tokens, labels=tokens).loss.backward()
     full_attention = 2 * flops.attention_flops(model, seq_len)  # the peer also computes the half that is masked
     forward = 2 * flops.matmul_parameters(model) * seq_len + full_attention
-    assert counter.get_total_flops() == 3 * rows * forward
+    aten = torch.ops.aten
+    by_kind = counter.get_flop_counts()["Global"]
+    taps = sum(by_kind.get(kind, 0) for kind in (aten.convolution, aten.convolution_backward))
+    assert counter.get_total_flops() - taps == 3 * rows * forward
     assert flops.step_flops(model, seq_len, rows) == 3 * rows * (forward - full_attention // 2)
+
+
+def test_stages_are_balanced_by_the_experts_that_a_token_uses() -> None:
+    """Dense layers first, as in DeepSeek-V3, each as dear as four MoE layers."""
+    model = ModelConfig(
+        num_layers=10, hidden_size=64, num_heads=4, ffn_hidden_size=2048, vocab_size=8, num_experts=32, top_k=2,
+        expert_ffn_hidden_size=128, moe_layers="from:2",
+    )  # fmt: skip
+    cost = [flops.layer_matmul_parameters(model, layer) for layer in range(10)]
+    assert cost[0] == cost[1] == 64 * (4 * 64 + 3 * 2048) and set(cost[2:]) == {64 * (4 * 64 + 3 * 256 + 32)}
+    assert [len(layers) for layers in stage_layers(model, 2)] == [2, 8]
+    assert [len(layers) for layers in stage_layers(model, 2, (5, 5))] == [5, 5]
 
 
 def test_six_flops_per_parameter_and_token() -> None:

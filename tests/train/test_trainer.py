@@ -1,5 +1,6 @@
 """The loop: order of moments, saving, stopping, resuming, and steps that are not finite."""
 
+import gzip
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.train.callbacks import Callback, MetricsFiles, ProfilerTrace, TensorBoard
 from megalite.train.metrics import DETERMINISTIC_FIELDS, Meter, Speed, StepMetrics
 from megalite.train.run_folder import read_rows
-from megalite.train.trainer import NonFiniteError
+from megalite.train.trainer import NonFiniteError, RunError
 from tests.train.fakes import FakeTraining, Recorder, make_trainer
 
 
@@ -125,13 +126,13 @@ def test_resume_of_a_complete_run_trains_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", FakeTraining(), num_steps=5)
-    with pytest.raises(ValueError, match=r"at step 5, beyond train.num_steps=3"):
+    with pytest.raises(RunError, match=r"at step 5, beyond train.num_steps=3"):
         run(tmp_path / "run", FakeTraining(), num_steps=3, resume="auto")
     assert len(deterministic(tmp_path / "run")) == 5
 
 
 def test_evaluation_only_needs_weights_and_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="eval_only found no weights"):
+    with pytest.raises(RunError, match="eval_only found no weights"):
         run(tmp_path / "run", FakeTraining(), eval_only=True)
     assert not (tmp_path / "run").exists()
     run(tmp_path / "run", FakeTraining(), num_steps=4)
@@ -142,9 +143,10 @@ def test_evaluation_only_needs_weights_and_writes_nothing(tmp_path: Path) -> Non
 
 
 def test_no_validation_data_is_no_evaluation(tmp_path: Path) -> None:
-    outcome, _ = run(tmp_path / "run", FakeTraining(validation=None), num_steps=2, eval_every=1)
+    outcome, _ = run(tmp_path / "run", FakeTraining(validation=None), num_steps=2, every=1, eval_every=1)
     assert outcome.validation_loss is None
-    with pytest.raises(ValueError, match="eval_only found no validation data"):
+    assert (tmp_path / "run/metrics.jsonl").exists() and not (tmp_path / "run/validation.jsonl").exists()
+    with pytest.raises(RunError, match="eval_only found no validation data"):
         run(tmp_path / "run", FakeTraining(validation=None), eval_only=True, resume="auto")
 
 
@@ -229,14 +231,30 @@ def test_rates_are_per_rank_and_against_the_peak(tmp_path: Path) -> None:
     assert row["mfu"] == row["tflops_per_second"] / 0.5 > 0
 
 
+def steps_in(trace: Path) -> list[str]:
+    """The spans of steps in a profiler trace, in their order."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    spans = [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith("ProfilerStep#")]
+    return [span["name"] for span in sorted(spans, key=lambda span: span["ts"])]
+
+
 def test_profiler_trace_of_the_chosen_steps(tmp_path: Path) -> None:
     run(tmp_path / "run", FakeTraining(), ProfilerTrace(tmp_path / "profile", first=2, last=3, rank=0), num_steps=4)
-    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["steps_2_to_3_rank0.json.gz"]
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "steps_2_to_3_rank0.json.gz"
+    assert steps_in(trace) == ["ProfilerStep#2", "ProfilerStep#3"]
 
 
 def test_profiler_trace_of_a_run_that_ends_within_the_range(tmp_path: Path) -> None:
     run(tmp_path / "run", FakeTraining(), ProfilerTrace(tmp_path / "profile", first=2, last=9, rank=1), num_steps=3)
     assert [file.name for file in (tmp_path / "profile").iterdir()] == ["steps_2_to_9_rank1.json.gz"]
+
+
+def test_profiler_trace_of_a_step_that_fails(tmp_path: Path) -> None:
+    trace = ProfilerTrace(tmp_path / "profile", first=1, last=9, rank=0)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "run", FakeTraining(), trace, FailAt(2), num_steps=3)
+    assert steps_in(next((tmp_path / "profile").iterdir())) == ["ProfilerStep#1", "ProfilerStep#2"]
 
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""A gated short convolution in the place of attention, cut over tp along its channels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalite.kernels.config import KernelConfig
+from megalite.kernels.short_conv import gated_short_conv
+from megalite.mpu import ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.nn.context import Context
+from megalite.nn.mlp import output_std
+from megalite.parallel.collectives import sequence_part
+from megalite.parallel.random import normal_
+from megalite.parallel.shard import Cut, Shard, even_cut, set_shard
+from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear, init_unless_meta
+
+
+class GatedShortConv(nn.Module):
+    """out(c * conv(b * x)) with b, c, x = in_proj(hidden): [s, b, h] -> ([s, b, h], None), as attention does.
+
+    A tp rank holds the same channels of b, c and x (parameters of their own in one GEMM) and of the convolution, which
+    then needs no neighbour: under sequence parallelism in_proj has gathered the sequence. Padding is zero to the
+    tokens after it. Documents packed into a row are not told apart: up to conv_kernel_size - 1 tokens see across.
+    """
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+        super().__init__()
+        hidden = config.hidden_size
+        self.tp, self.init_std = mpu.tp, config.init_std
+        self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
+        self.in_proj = FusedColumnParallelLinear(
+            hidden,
+            {name: OutputPart(hidden) for name in ("b", "c", "x")},
+            axis=mpu.tp,
+            bias=False,
+            sequence_parallel=self.sequence_parallel,
+            init_std=config.init_std,
+        )
+        shard = Shard("conv", (hidden, config.conv_kernel_size), (Cut(mpu.tp, 0, even_cut(hidden, mpu.tp)),))
+        self.conv = set_shard(nn.Parameter(torch.empty(shard.local_shape)), shard)
+        self.proj = RowParallelLinear(
+            hidden,
+            hidden,
+            axis=mpu.tp,
+            bias=False,
+            sequence_parallel=self.sequence_parallel,
+            skip_bias_add=True,
+            init_std=output_std(config),
+        )
+        init_unless_meta(self)
+
+    def init_parameters(self, seed: int) -> None:
+        """Taps N(0, init_std^2) by global name and index."""
+        normal_(self.conv, seed, self.init_std)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Returns the output; there is no bias left to add."""
+        if context.batch.token_mask is not None:
+            mask = sequence_part(context.batch.token_mask, self.tp, self.sequence_parallel)
+            x = x.masked_fill(~mask[..., None], 0.0)
+        return self.proj(gated_short_conv(self.in_proj(x), self.conv))

@@ -1,0 +1,55 @@
+"""Architectures with parts of their own over layouts: loss, gradients, norm and stepped weights equal one rank's."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megalite.layout import parse_layout
+from megalite.nn.config import ModelConfig
+from megalite.testing.layouts import prove_layouts
+from megalite.testing.world import World
+from tests.tiny import VOCAB, config_for
+
+QWEN3 = ModelConfig(
+    name="qwen3", num_layers=4, hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=10, ffn_hidden_size=32,
+    vocab_size=VOCAB, init_std=0.2,
+)  # fmt: skip
+LFM2 = ModelConfig(
+    name="lfm2", num_layers=5, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
+    attention_layers="2,4", tie_embeddings=True, init_std=0.2, hidden_dropout=0.1,
+)  # fmt: skip
+QWEN3_MOE = dataclasses.replace(
+    QWEN3, num_experts=8, top_k=3, expert_ffn_hidden_size=16, moe_layers="every:2", aux_loss="global",
+    aux_loss_coeff=0.1, router_z_loss=0.01,
+)  # fmt: skip
+LFM2_MOE = dataclasses.replace(
+    LFM2, num_experts=8, top_k=2, expert_ffn_hidden_size=16, moe_layers="from:2", router_score="sigmoid",
+    router_norm_eps=1e-6, aux_loss="none", expert_bias=True, expert_bias_rate=0.02,
+)  # fmt: skip
+MODELS = {"qwen3": QWEN3, "lfm2": LFM2, "qwen3-moe": QWEN3_MOE, "lfm2-moe": LFM2_MOE}
+
+COVER = [
+    ("qwen3", "tp2"),
+    ("qwen3", "tp4+sp+recompute:full"),
+    ("qwen3", "tp2+pp2:zb_h1+dp2"),
+    ("lfm2", "tp2+mbs4"),
+    ("lfm2", "tp4+sp"),
+    ("lfm2", "pp2+dp2+mbs1+recompute:full"),
+    ("lfm2", "tp2+sp+pp2:zb_h1"),
+    ("lfm2", "tp2+pp2v2:zb_v"),
+    ("qwen3-moe", "tp2+sp+ep2"),
+    ("qwen3-moe", "pp2:zb_h1+ep2"),
+    ("lfm2-moe", "tp2+ep2+mbs1"),
+    ("lfm2-moe", "tp2+sp+ep2+pp2:zb_h1+recompute:full"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), COVER, ids=[f"{m}-{lay}" for m, lay in COVER])
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    config = dataclasses.replace(config_for("llama", tokens, tmp_path), model=MODELS[model])
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, timeout=120.0)
+    assert difference.passed, difference.first_diff
+    assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10

@@ -1,0 +1,72 @@
+"""The promise for mixtures of experts: expert parallelism beside every other axis gives one rank's run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megalite.grid import ParallelConfig
+from megalite.layout import parse_layout
+from megalite.testing.layouts import prove_layouts
+from megalite.testing.world import World
+from tests.test_layouts import prove
+from tests.tiny import config_for
+
+# Every axis with every other, every kind of routing and balancing on several axes.
+COVER = [
+    ("moe", "ep2"),
+    ("moe", "ep4+tp2"),
+    ("moe", "ep2+tp2+sp"),
+    ("moe", "ep2+etp2+tp2+dp2"),
+    ("moe", "ep2+pp2"),
+    ("moe", "ep2+pp2v2:interleaved"),
+    ("moe", "ep2+dp4+mbs1"),
+    ("moe", "ep4+tp4+mbs4+recompute:full"),
+    ("moe", "tp2+sp+etp2+ep2+dp2+recompute:full"),
+    ("moe-bias", "ep4+mbs1"),
+    ("moe-bias", "ep2+tp2+pp2:zb_h1"),
+    ("moe-bias", "ep2+pp2:zb_v"),
+    ("moe-bias", "ep8+tp2+sp+mbs1"),
+    ("moe-bias", "ep2+pp2:dualpipe"),
+    ("moe-bias", "tp2+etp2"),
+    ("moe-bias", "ep2+dp2+recompute:full"),
+    ("moe-capacity", "ep2+tp2+sp+mbs4"),
+    ("moe-capacity", "ep4+mbs1"),
+    ("moe-capacity", "tp4+ep2"),
+    ("moe-exact", "ep2+tp2+dp2"),
+    ("moe-exact", "ep2+pp2:zb_v"),
+    ("moe-exact", "ep4+mbs1+recompute:full"),
+    ("moe-micro-batch", "ep2+tp2+sp"),
+    ("moe-choice", "ep2+tp2"),
+    ("moe-choice", "ep4+tp2+sp+mbs1"),
+    ("moe-sinkhorn", "ep2+tp4+sp"),
+    ("moe-sinkhorn", "ep4+mbs4"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), COVER, ids=[f"{m}-{lay}" for m, lay in COVER])
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    difference = prove(model, layout, tokens, tmp_path, world)
+    assert difference.passed, difference.first_diff
+    assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(ep=2, expert_dispatch="all_gather"),
+        ParallelConfig(ep=4, expert_dispatch="hierarchical", expert_node_size=2),
+        ParallelConfig(tp=2, ep=2, etp=2, cut_expert_tokens=False),
+        ParallelConfig(tp=2, ep=2, etp=2, sequence_parallel=True, expert_dispatch="all_gather"),
+        ParallelConfig(tp=2, ep=2, order="dp-pp-ep-cp-tp"),
+    ],
+    ids=["all_gather", "hierarchical", "whole_tokens", "all_gather_etp", "order"],
+)
+def test_dispatch_is_a_deployment_detail(parallel: ParallelConfig, tokens: str, tmp_path: Path, world: World) -> None:
+    layout = parse_layout(f"ep{parallel.ep}+etp{parallel.etp}+tp{parallel.tp}")
+    layout = dataclasses.replace(layout, parallel=parallel)
+    config = dataclasses.replace(config_for("moe", tokens, tmp_path), parallel=parallel)  # its order is kept
+    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    assert difference.passed, difference.first_diff
