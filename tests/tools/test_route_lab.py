@@ -74,7 +74,7 @@ def test_a_bias_balances_over_the_steps_and_a_replay_as_recorded_uses_the_record
 
 def test_capacity_drops_and_leaves_tokens_without_an_expert() -> None:
     steps = _steps()
-    rule = parse_rule("top_k=1 capacity_factor=1")
+    rule = parse_rule("top_k=1 router_normalize=false capacity_factor=1")
     (outcomes,) = simulate(rule, steps, ep=2, repeat=1)
     figures = figures_of(rule.name, [[outcomes]], bytes_per_token=10)
     places = 4  # ceil(32 * 1 / 8) in each row
@@ -122,15 +122,11 @@ def test_even_and_crowded_loads_in_figures() -> None:
         ("routing=hash", "routing=hash can be top_k, sinkhorn, expert_choice"),
         ("top_k=2.5", "top_k=2.5 must be of type int"),
         ("expert_bias=1", "expert_bias=1 must be of type bool"),
-        ("top_k=9", "top_k=9 must be from 1 to num_experts=8"),
-        ("num_expert_groups=3", "num_expert_groups=3 must divide num_experts=8"),
-        ("num_expert_groups=4 top_k=3", "1 groups hold fewer than top_k=3 experts"),
-        ("pad_to_capacity=true", "pad_to_capacity needs a capacity_factor"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(text: str, reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
-        parse_rule(text).apply(MoEConfig(num_experts=8))
+        parse_rule(text)
 
 
 def test_rules_have_names_and_types() -> None:
@@ -175,6 +171,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
         (("nowhere",), "no router logits in nowhere: was the run made with --train.record-router"),
         (("--synthetic", "--ep", 3), "--ep 3 must divide num_experts=64 and the 16 rows of a step; it can be 1, 2, 4"),
         (("--synthetic", "--rule", "x"), "'x' is not field=value"),
+        (("--synthetic", "--rule", "top_k=65"), "rule 'top_k=65': model.top_k=65 is more than num_experts=64"),
         (("--synthetic", "--rows", 0), "--rows=0 must be at least 1"),
     ],
 )
