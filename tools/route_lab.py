@@ -23,7 +23,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megalite.config.check_moe import moe_problems
+from megalite.config.sections import Config
 from megalite.files import replace_bytes
+from megalite.nn.config import MoEConfig
 from megalite.train.heat_map import LoadHistory, Panel, draw
 from megalite.train.router_record import Recording, read_recording, recorded_files
 from megalite.train.router_replay import (
@@ -41,8 +44,8 @@ USUAL_RULES = (
     "bias: routing=top_k expert_bias=true capacity_factor=0",
     "capacity 1: routing=top_k capacity_factor=1.0",
     "capacity 1.25: routing=top_k capacity_factor=1.25",
-    "sinkhorn: routing=sinkhorn capacity_factor=0",
-    "expert choice: routing=expert_choice capacity_factor=0",
+    "sinkhorn: routing=sinkhorn capacity_factor=0 aux_loss=none expert_bias=false",
+    "expert choice: routing=expert_choice capacity_factor=0 router_normalize=false expert_bias=false",
 )
 
 
@@ -92,6 +95,8 @@ def _compare(arguments: argparse.Namespace) -> None:
     hidden_size, sizes = 0, ""
     for recordings in _synthetic(arguments) if arguments.synthetic else _recorded(arguments.path):
         _check_ep(recordings[0], arguments.ep)
+        for rule in rules:
+            _check_rule(rule, recordings[0].moe)
         first = recordings[0]
         hidden_size = first.hidden_size
         sizes = f"{first.moe.num_experts} experts, {len(recordings)} steps of {first.mask.numel()} tokens"
@@ -115,6 +120,13 @@ def _recorded(path: Path) -> Iterator[list[Recording]]:
         raise ReplayError(f"no router logits in {path}: was the run made with --train.record-router STEP ...?")
     for steps in files.values():
         yield [read_recording(file) for file in steps]
+
+
+def _check_rule(rule: Rule, moe: MoEConfig) -> None:
+    """Refuses what a run would refuse."""
+    problems = moe_problems(Config(model=rule.model(moe)))
+    if problems:
+        raise ReplayError(f"rule {rule.name!r}: {'; '.join(problems)}")
 
 
 def _synthetic(arguments: argparse.Namespace) -> Iterator[list[Recording]]:

@@ -40,24 +40,10 @@ class Rule:
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def apply(self, moe: MoEConfig) -> MoEConfig:
-        """The changed fields in place; ReplayError when they do not fit together."""
-        moe = replace(moe, **self.changes)
-        experts, groups = moe.num_experts, moe.num_expert_groups
-        if not 1 <= moe.top_k <= experts:
-            raise ReplayError(f"rule {self.name!r}: top_k={moe.top_k} must be from 1 to num_experts={experts}")
-        if groups < 1 or experts % groups or not 1 <= moe.top_k_groups <= groups:
-            raise ReplayError(
-                f"rule {self.name!r}: num_expert_groups={groups} must divide num_experts={experts},"
-                f" and top_k_groups={moe.top_k_groups} must be from 1 to {groups}"
-            )
-        if moe.top_k > moe.top_k_groups * (experts // groups):
-            raise ReplayError(
-                f"rule {self.name!r}: {moe.top_k_groups} groups hold fewer than top_k={moe.top_k} experts"
-            )
-        if moe.pad_to_capacity and not moe.capacity_factor:
-            raise ReplayError(f"rule {self.name!r}: pad_to_capacity needs a capacity_factor")
-        return moe
+    def model(self, moe: MoEConfig) -> ModelConfig:
+        """A model of one MoE layer that routes by `moe` with the changes; its other sizes mean nothing."""
+        options: dict[str, Any] = {item.name: getattr(moe, item.name) for item in fields(MoEConfig)}
+        return ModelConfig(**(options | self.changes | {"num_layers": 1, "moe_layers": "all"}))
 
 
 def parse_rule(text: str) -> Rule:
@@ -180,13 +166,10 @@ def traffic_of(assignment: Assignment, mask: Tensor, num_experts: int, ep: int) 
 @torch.no_grad()
 def simulate(rule: Rule, recordings: Sequence[Recording], *, ep: int, repeat: int) -> list[list[StepOutcome]]:
     """Routes the steps of one layer under `rule`, `repeat` times over; the outcome of each step of each time."""
-    moe = rule.apply(recordings[0].moe)
-    options: dict[str, Any] = {item.name: getattr(moe, item.name) for item in fields(MoEConfig)}
-    options["moe_layers"] = "all"
-    config = ModelConfig(num_layers=1, hidden_size=1, num_heads=1, **options)
+    config = rule.model(recordings[0].moe)
     mpu = ParallelState.single()
-    router = Router(config, mpu, 0, None).to(recordings[0].logits.dtype)
-    if moe.expert_bias:
+    router = Router(replace(config, hidden_size=1), mpu, 0, None).to(recordings[0].logits.dtype)
+    if config.expert_bias:
         router.expert_bias.copy_(recordings[0].expert_bias)
     outcomes = []
     for _ in range(repeat):
