@@ -106,7 +106,8 @@ def _compare(arguments: argparse.Namespace) -> None:
         figures_of(rule.name, outcomes, bytes_per_token=hidden_size * arguments.bytes_per_value)
         for rule, outcomes in zip(rules, by_rule, strict=True)
     ]
-    Console().print(_table(figures, f"{len(by_rule[0])} layers of {sizes}, ep {arguments.ep}"))
+    layers = f"{len(by_rule[0])} layer{'s'[: len(by_rule[0]) > 1]}"
+    Console().print(_table(figures, f"{layers} of {sizes}, ep {arguments.ep}"))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n")
     if arguments.png is not None:

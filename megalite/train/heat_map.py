@@ -139,8 +139,9 @@ def _fill(axis: Axes, panel: Panel, steps_per_bin: int, colours: ScalarMappable)
         interpolation="nearest", extent=(0.5, last, -0.5, experts - 0.5),
     )  # fmt: skip
     axis.plot([last] * len(panel.dead), panel.dead, "<", color="black", markersize=4, clip_on=False)
+    axis.spines[:].set_linewidth(0.5)
     axis.spines[:].set_position(("outward", 2))  # or they hide the outermost of many experts
-    axis.set_title(panel.title, fontsize=8, pad=3)
+    axis.set_title(panel.title, fontsize=8, pad=5)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(8, integer=True))
 
