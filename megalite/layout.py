@@ -94,7 +94,8 @@ def _parse_part(part: str, text: str) -> dict[str, Any]:
     axis, size, chunks, group, tag = found[1], int(found[2]), found[3], found[4], found[5]
     if ((chunks or group) and axis != "pp") or (tag and axis not in _TAGS):
         raise ValueError(
-            f"layout {text!r}: {part!r}: only pp takes v<chunks> and g<group size>, only {', '.join(_TAGS)} take :<name>"
+            f"layout {text!r}: {part!r}: only pp takes v<chunks> and g<group size>,"
+            f" only {', '.join(_TAGS)} take :<name>"
         )
     if (size < 1 and axis != "zero") or 0 in (int(chunks or 1), int(group or 1)):
         raise ValueError(f"layout {text!r}: {part!r}: sizes are at least 1")

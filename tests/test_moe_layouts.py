@@ -43,6 +43,9 @@ COVER = [
     ("moe-choice", "ep4+tp2+sp+mbs1"),
     ("moe-sinkhorn", "ep2+tp4+sp"),
     ("moe-sinkhorn", "ep4+mbs4"),
+    ("moe-gpt2", "tp2+sp+ep2"),
+    ("moe-gpt2", "tp4+etp4+dp2+recompute:full"),
+    ("moe-gpt2", "pp2:zb_h1+tp2+etp2"),
 ]
 
 

@@ -31,8 +31,8 @@ MOE = replace(
     router_z_loss=1e-2, shared_ffn_hidden_size=24, shared_expert_gate=True,
 )  # fmt: skip
 MOE_BIAS = replace(
-    LLAMA, num_layers=4, num_experts=8, top_k=4, expert_ffn_hidden_size=20, moe_layers="from:1", router_score="sigmoid",
-    num_expert_groups=4, top_k_groups=2, router_scale=2.5, expert_bias=True, expert_bias_rate=0.05, aux_loss="global",
+    LLAMA, num_layers=4, num_experts=8, expert_ffn_hidden_size=20, moe_layers="from:1", router_score="sigmoid",
+    num_expert_groups=2, router_scale=2.5, expert_bias=True, expert_bias_rate=0.05, aux_loss="global",
     router_jitter=0.1, router_bias=True,
 )  # fmt: skip
 MOE_CAPACITY = replace(
@@ -48,10 +48,15 @@ MOE_SINKHORN = replace(
     MOE, routing="sinkhorn", aux_loss="none", router_score="sigmoid", top_k=1, router_normalize=False
 )
 
+MOE_GPT2 = replace(
+    GPT2, num_experts=4, top_k=2, expert_ffn_hidden_size=20, moe_layers="1,2", aux_loss_coeff=0.05,
+    shared_ffn_hidden_size=16,
+)  # fmt: skip
+
 MODELS = {
     "llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA, "moe": MOE, "moe-bias": MOE_BIAS,
     "moe-capacity": MOE_CAPACITY, "moe-exact": MOE_EXACT, "moe-micro-batch": MOE_MICRO_BATCH, "moe-choice": MOE_CHOICE,
-    "moe-sinkhorn": MOE_SINKHORN,
+    "moe-sinkhorn": MOE_SINKHORN, "moe-gpt2": MOE_GPT2,
 }  # fmt: skip
 
 

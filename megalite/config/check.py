@@ -12,7 +12,7 @@ from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
 from megalite.mpu import RankGrid
-from megalite.nn.config import ModelConfig
+from megalite.nn.config import ModelConfig, pattern_problem
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
 from megalite.pipeline.partition import partition
@@ -115,6 +115,25 @@ def _model_problems(model: ModelConfig) -> list[str]:
         found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
     if model.vocab_size < 2 and model.label_smoothing > 0:
         found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
+    return found + _operator_problems(model)
+
+
+def _operator_problems(model: ModelConfig) -> list[str]:
+    """Whether the layers that attend can be told from the convolutions."""
+    pattern = model.attention_layers
+    if (problem := pattern_problem(pattern, "attention_layers")) is not None:
+        return [problem]
+    found = []
+    if pattern != "all" and model.name != "lfm2":
+        found.append(f"model.attention_layers={pattern}: all layers of {model.name} attend; use all, or name=lfm2")
+    beyond = [number for number in pattern.split(",") if number.isdigit() and int(number) >= model.num_layers]
+    if beyond:
+        found.append(
+            f"model.attention_layers={pattern}: no layer {', '.join(beyond)} among num_layers={model.num_layers};"
+            f" they are 0 to {model.num_layers - 1}"
+        )
+    if model.conv_kernel_size < 1:
+        found.append(f"model.conv_kernel_size={model.conv_kernel_size} must be at least 1")
     return found
 
 

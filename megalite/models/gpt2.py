@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megalite.models.transformer import Transformer, TransformerLayer
 from megalite.nn.attention import ParallelAttention
+from megalite.nn.experts import GeluExperts
 from megalite.nn.mlp import GeluMLP
+from megalite.nn.moe import MoELayer
 from megalite.nn.norm import LayerNorm
 
 
@@ -14,12 +16,20 @@ class GPT2Attention(ParallelAttention):
     bias = True
 
 
+class GPT2MoE(MoELayer):
+    """Experts with GELU and biases, too."""
+
+    experts_cls = GeluExperts
+    shared_cls = GeluMLP
+
+
 class GPT2Layer(TransformerLayer):
     """Pre-norm layer with LayerNorm, biases and GELU."""
 
     norm_cls = LayerNorm
     attention_cls = GPT2Attention
     mlp_cls = GeluMLP
+    moe_cls = GPT2MoE
 
 
 class GPT2(Transformer):

@@ -17,7 +17,7 @@ from megalite.nn.router import Router, tokens_are_cut
 from megalite.parallel.collectives import gather_from, scatter_to
 from megalite.parallel.expert import Dispatcher
 from megalite.parallel.random import normal_
-from megalite.parallel.shard import Shard, set_shard
+from megalite.parallel.shard import Shard, ShardedModule, set_shard
 from megalite.parallel.tensor import init_unless_meta
 
 
@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x)
 
 
-class SharedExpertGate(nn.Module):
+class SharedExpertGate(ShardedModule):
     """sigmoid(x w) for x [s, b, h]: how much of the shared expert each token takes (Qwen2-MoE)."""
 
     def __init__(self, config: ModelConfig, mpu: ParallelState):

@@ -25,7 +25,7 @@ from megalite.nn.context import Context, Site, layer_site
 from megalite.parallel.collectives import gather_from, sequence_part
 from megalite.parallel.expert import Assignment
 from megalite.parallel.random import normal_
-from megalite.parallel.shard import Shard, set_shard
+from megalite.parallel.shard import Shard, ShardedModule, set_shard
 from megalite.parallel.tensor import init_unless_meta
 
 SINKHORN_ROUNDS = 16
@@ -83,7 +83,7 @@ class RouterLoss:
         return attach_loss(y, loss, self.scale) if torch.is_grad_enabled() and loss.requires_grad else y
 
 
-class Router(nn.Module):
+class Router(ShardedModule):
     """Chooses experts for x [s_local, b, h]: this rank's rows of the sequence, cut over `cut`, or all rows (None).
 
     Its parameters are the same on every rank; their gradients are partial sums over `cut`. `expert_bias` and

@@ -18,10 +18,12 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from megalite.mpu import ParallelConfig
 from megalite.nn.config import ModelConfig
+from megalite.pipeline.schedule import make_plan
 from megalite.train import flops
-from megalite.train.build import stage_layers
 from megalite.train.config import TrainConfig
+from megalite.train.stages import stage_layers
 
 LLAMA = ModelConfig(
     name="llama", num_layers=3, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=10, ffn_hidden_size=100,
@@ -99,8 +101,10 @@ def test_stages_are_balanced_by_the_experts_that_a_token_uses() -> None:
     )  # fmt: skip
     cost = [flops.layer_matmul_parameters(model, layer) for layer in range(10)]
     assert cost[0] == cost[1] == 64 * (4 * 64 + 3 * 2048) and set(cost[2:]) == {64 * (4 * 64 + 3 * 256 + 32)}
-    assert [len(layers) for layers in stage_layers(model, 2)] == [2, 8]
-    assert [len(layers) for layers in stage_layers(model, 2, (5, 5))] == [5, 5]
+    plan = make_plan("1f1b", 2, 4, 1)
+    for layers_per_stage, expected in ((None, [2, 8]), ((5, 5), [5, 5])):
+        stages = stage_layers(model, ParallelConfig(pp=2, layers_per_stage=layers_per_stage), plan)
+        assert [len(layers) for layers in stages] == expected
 
 
 def test_six_flops_per_parameter_and_token() -> None:
