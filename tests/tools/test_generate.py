@@ -16,7 +16,7 @@ from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.parallel.shard import shard_of
 from megalite.train.build import build_stage
-from tools.generate import Arguments, GenerateError, continue_tokens, load_run, main, pick
+from tools.generate import Arguments, continue_tokens, load_run, main, pick
 
 CPU = torch.device("cpu")
 CONFIG = Config(
@@ -116,7 +116,7 @@ def test_command_prints_prompts_and_continuations(run_dir: Path, capsys: pytest.
     [
         (["--run-dir", "nowhere"], "nowhere is not a run folder"),
         (["--top-k", "-1"], "--top-k=-1 must be at least 0"),
-        (["--checkpoint", "nothing"], "nothing is not a checkpoint"),
+        (["--checkpoint", "nothing"], "nothing is neither a checkpoint"),
     ],
 )
 def test_command_says_what_is_wrong(
