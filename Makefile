@@ -37,7 +37,8 @@ demo: $(STAMP)
 	  echo 'a run is under way in runs/demo: wait for it, or stop it with Ctrl-C' >&2; exit 1; fi
 	@if [ -e runs/demo ]; then old="runs/demo.$$(date +%Y%m%d-%H%M%S)"; mv runs/demo "$$old"; \
 	  echo "an older run was moved to $$old"; fi
-	$(BIN)/python pretrain_gpt.py --config configs/demo.yaml --train.run-dir runs/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	  pretrain_gpt.py --config configs/demo.yaml --train.run-dir runs/demo
 	@echo
 	$(BIN)/python tools/generate.py --run-dir runs/demo --prompt 'Return a new' --num-tokens 120
 	@echo

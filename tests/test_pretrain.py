@@ -77,6 +77,24 @@ def test_four_ranks_give_the_losses_of_one(config: Path, tmp_path: Path) -> None
     assert [len(rows) for rows in validation] == [2, 2]
 
 
+def test_a_run_goes_on_in_another_layout(config: Path, tmp_path: Path) -> None:
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert _run(1, config, whole, "--train.precision", "fp64").returncode == 0
+    layouts = (
+        (2, "4", ("--parallel.pp", "2", "--parallel.schedule", "zb_v")),
+        (4, "6", ("--parallel.tp", "2", "--parallel.sequence-parallel")),
+        (1, "8", ()),
+    )
+    for ranks, steps, options in layouts:
+        session = ("--train.precision", "fp64", "--train.resume", "auto", "--train.num-steps", steps)
+        done = _run(ranks, config, moved, *session, *options)
+        assert done.returncode == 0, done.stderr
+    one, other = _rows(whole), _rows(moved)
+    assert [row["step"] for row in other] == list(range(1, 9))
+    for a, b in zip(one, other, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-10 and abs(a["grad_norm"] - b["grad_norm"]) < 1e-10
+
+
 def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: Path) -> None:
     """The checkpoint of a V placement resumes, and the trace holds each action of the plan once, in its order."""
     layout = ("--parallel.pp", "2", "--parallel.schedule", "zb_v", "--train.trace-pipeline")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megalite.batch import MicroBatch
 from megalite.checkpoint import store
-from megalite.checkpoint.manifest import CheckpointError, Manifest
+from megalite.checkpoint.manifest import CheckpointError
 from megalite.config import Config, load_config
 from megalite.data.build import build_datasets
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,8 +31,6 @@ from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.shard import shard_of
 from megalite.train.build import build_stage
-
-_SIZES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +78,6 @@ def load_run(run_dir: Path, checkpoint: Path | None, device: torch.device) -> tu
     folder = checkpoint or store.latest(run_dir)
     if folder is None:
         raise GenerateError(f"{run_dir} has no checkpoint yet")
-    layout = Manifest.read(folder).layout
-    cut = [f"{name}={layout[name]}" for name in _SIZES if layout.get(name, 1) != 1]
-    if cut:
-        raise GenerateError(
-            f"{folder} was written in the layout {' '.join(cut)}, and only checkpoints of one rank can be sampled from;"
-            " train on one rank"
-        )
     mpu = ParallelState.single()
     model = build_stage(config, mpu, StageSpec(0, 1, range(config.model.num_layers)), device)
     weights = [(shard_of(parameter), parameter.data) for parameter in model.parameters()]

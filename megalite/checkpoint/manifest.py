@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +47,38 @@ class Entry:
     dtype: str
     pieces: tuple[Piece, ...]
 
-    def piece(self, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Piece | None:
-        """The stored rectangle at exactly this place."""
-        return next((p for p in self.pieces if p.offset == offset and p.sizes == sizes), None)
+    def overlaps(self, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Overlap]:
+        """What is stored of the rectangle at `offset`; raises CheckpointError when that is not all of it."""
+        missing = math.prod(sizes)
+        for piece in self.pieces:
+            begins = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
+            ends = [min(a + n, b + m) for a, n, b, m in zip(offset, sizes, piece.offset, piece.sizes, strict=True)]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                place = list(zip(begins, ends, strict=True))
+                missing -= math.prod(end - begin for begin, end in place)
+                yield Overlap(
+                    piece,
+                    tuple(slice(begin - at, end - at) for (begin, end), at in zip(place, piece.offset, strict=True)),
+                    tuple(slice(begin - at, end - at) for (begin, end), at in zip(place, offset, strict=True)),
+                )
+        if missing:
+            raise CheckpointError(
+                f"{missing} of the {math.prod(sizes)} elements at {list(offset)} of sizes {list(sizes)} are not stored"
+            )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Where a stored rectangle and one in memory meet: the same elements, counted from either's first."""
+
+    piece: Piece
+    stored: tuple[slice, ...]
+    here: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: optimizer steps done. layout: who holds what (see `layout_of`). state: the run's own counters and config.
+    """step: optimizer steps done. layout: of the run, for people. state: the run's own counters and config.
 
     files: the mark of each tensor file. tensors: by key, `kind/global name`.
     """
@@ -139,7 +164,7 @@ def _sizes(content: Any, name: str, where: str) -> tuple[int, ...]:
 
 
 def layout_of(mpu: ParallelState) -> dict[str, Any]:
-    """What decides which rank holds which part of which tensor."""
+    """What decided which rank held which part of which tensor; loading asks for none of it."""
     split = mpu.config.layers_per_stage
     return {
         **{name: mpu.grid.sizes[name] for name in ("tp", "pp", "cp", "dp", "ep", "etp")},

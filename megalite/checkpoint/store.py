@@ -29,6 +29,7 @@ from megalite.checkpoint.manifest import (
     Entry,
     Held,
     Manifest,
+    Overlap,
     Piece,
     Tensors,
     held,
@@ -116,7 +117,7 @@ def load(folder: str | Path, tensors: Tensors, mpu: ParallelState) -> Manifest:
     loaded: list[Manifest] = []
 
     def read() -> set[str]:
-        loaded.append(_read(Path(folder), tensors, mpu))
+        loaded.append(_read(Path(folder), tensors))
         return {piece.key for piece in held(tensors)}
 
     keys = set().union(*together(mpu, what, read))
@@ -232,12 +233,12 @@ def _checkpoint_in(folder: Path) -> Path:
     raise CheckpointError(f"{folder} is neither a checkpoint ({MANIFEST}) nor a run with one (checkpoints/{LATEST})")
 
 
-def _read(folder: Path, tensors: Tensors, mpu: ParallelState) -> Manifest:
+def _read(folder: Path, tensors: Tensors) -> Manifest:
     place = _checkpoint_in(folder)
     manifest = Manifest.read(place)
-    _check_layout(manifest, mpu)
-    _check_files(place, manifest, {_find(manifest, piece).file for piece in held(tensors)})
-    _read_tensors(place, manifest, tensors)
+    wanted = [(piece, overlap) for piece in held(tensors) for overlap in _find(manifest, piece)]
+    _check_files(place, manifest, {overlap.piece.file for _, overlap in wanted})
+    _read_tensors(place, wanted)
     return manifest
 
 
@@ -248,20 +249,6 @@ def _check_complete(manifest: Manifest, wanted: set[str]) -> None:
     if left:
         listed = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         raise CheckpointError(f"the checkpoint holds {listed}, which this model does not have: the model is another")
-
-
-def _check_layout(manifest: Manifest, mpu: ParallelState) -> None:
-    here = layout_of(mpu)
-    differences = [
-        f"{name}={manifest.layout.get(name)} there, {value} here"
-        for name, value in here.items()
-        if manifest.layout.get(name) != value
-    ]
-    if differences:
-        raise CheckpointError(
-            f"it was written in another layout ({'; '.join(differences)}); loading across layouts is not built yet,"
-            " run with the layout of the checkpoint"
-        )
 
 
 def _check_files(place: Path, manifest: Manifest, needed: set[str]) -> None:
@@ -276,25 +263,24 @@ def _check_files(place: Path, manifest: Manifest, needed: set[str]) -> None:
             raise CheckpointError(f"{path} is damaged: its content is not what was written (checksum)")
 
 
-def _read_tensors(place: Path, manifest: Manifest, tensors: Tensors) -> None:
-    """Copies every rectangle that this rank holds out of the file that stores it."""
+def _read_tensors(place: Path, wanted: Sequence[tuple[Held, Overlap]]) -> None:
+    """Copies what this rank holds out of the files that store it, no more of each than it needs."""
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
-        for piece in held(tensors):
-            stored = _find(manifest, piece)
+        for piece, overlap in wanted:
+            stored = overlap.piece
             try:
                 if stored.file not in opened:
                     opened[stored.file] = stack.enter_context(safe_open(place / stored.file, framework="pt"))
-                tensor = opened[stored.file].get_tensor(stored.name)
+                tensor = opened[stored.file].get_slice(stored.name)
+                if (shape := tensor.get_shape()) != list(stored.sizes):
+                    raise CheckpointError(f"{place / stored.file}: {stored.name} is {shape}, not {list(stored.sizes)}")
+                piece.view[overlap.here].copy_(tensor[overlap.stored])
             except SafetensorError as error:
                 raise CheckpointError(f"{place / stored.file} is damaged: {error}") from error
-            if tensor.shape != stored.sizes:
-                shape = list(tensor.shape)
-                raise CheckpointError(f"{place / stored.file}: {stored.name} is {shape}, not {list(stored.sizes)}")
-            piece.view.copy_(tensor)
 
 
-def _find(manifest: Manifest, piece: Held) -> Piece:
+def _find(manifest: Manifest, piece: Held) -> list[Overlap]:
     """Where a rectangle is stored; raises CheckpointError when the checkpoint holds something else."""
     entry, shape = manifest.tensors.get(piece.key), piece.shard.shape
     if entry is None:
@@ -304,7 +290,7 @@ def _find(manifest: Manifest, piece: Held) -> Piece:
         raise CheckpointError(
             f"{piece.key} is {there} in the checkpoint, {here} here: the model or precision is another"
         )
-    stored = entry.piece(piece.offset, piece.sizes)
-    if stored is None:
-        raise CheckpointError(f"{piece.key}: no piece at {list(piece.offset)} of sizes {list(piece.sizes)} is stored")
-    return stored
+    try:
+        return list(entry.overlaps(piece.offset, piece.sizes))
+    except CheckpointError as error:
+        raise CheckpointError(f"{piece.key}: {error}") from error
