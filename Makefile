@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | check | bench. Everything runs in .venv; data go to ~/.cache/megalite.
+# make install | demo | demo-moe | test | test-all | check | bench. Everything runs in .venv; data go to ~/.cache/megalite.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # More arguments for pip, for example a package index with the CPU build of torch, which is much smaller.
@@ -9,10 +9,11 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format bench clean
+.PHONY: help install demo demo-moe test test-all check format bench clean
 
 help:
 	@echo "make demo      train a small GPT on real text on the CPU (about two minutes), then sample from it"
+	@echo "make demo-moe  the same with a mixture of experts, and a picture of where tokens go"
 	@echo "make test      the test suite (make test-all: with the full layout tables)"
 	@echo "make check     ruff, basedpyright, import-linter"
 	@echo "make bench     step time side by side with a plain PyTorch loop"
@@ -33,16 +34,24 @@ $(STAMP): setup.py pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	@if [ -e runs/demo/.lock ] && ! flock --nonblock runs/demo/.lock true; then \
-	  echo 'a run is under way in runs/demo: wait for it, or stop it with Ctrl-C' >&2; exit 1; fi
-	@if [ -e runs/demo ]; then old="runs/demo.$$(date +%Y%m%d-%H%M%S)"; mv runs/demo "$$old"; \
+	$(call run,demo,pretrain_gpt.py)
+
+demo-moe: $(STAMP)
+	$(call run,moe_demo,pretrain_moe.py)
+	@echo "Where tokens go, layer by layer and step by step: runs/moe_demo/router_heatmap.png"
+
+# Trains configs/$(1).yaml with script $(2) on two ranks in runs/$(1), an older run there moved away, and samples text.
+define run
+	@if [ -e runs/$(1)/.lock ] && ! flock --nonblock runs/$(1)/.lock true; then \
+	  echo 'a run is under way in runs/$(1): wait for it, or stop it with Ctrl-C' >&2; exit 1; fi
+	@if [ -e runs/$(1) ]; then old="runs/$(1).$$(date +%Y%m%d-%H%M%S)"; mv runs/$(1) "$$old"; \
 	  echo "an older run was moved to $$old"; fi
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	  pretrain_gpt.py --config configs/demo.yaml --train.run-dir runs/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 $(2) --config configs/$(1).yaml
 	@echo
-	$(BIN)/python tools/generate.py --run-dir runs/demo --prompt 'Return a new' --num-tokens 120
+	$(BIN)/python tools/generate.py --run-dir runs/$(1) --prompt 'Return a new' --num-tokens 120
 	@echo
-	@echo "The run is in runs/demo: config.yaml, metrics.jsonl (one object a step), log.txt, tensorboard/, checkpoints/."
+	@echo "The run is in runs/$(1): config.yaml, metrics.jsonl (one object a step), log.txt, tensorboard/, checkpoints/."
+endef
 
 # One thread: ranks of the test world share the cores.
 test: $(STAMP)

@@ -29,7 +29,7 @@ from megalite.data.build import build_datasets
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
-from megalite.parallel.shard import shard_of
+from megalite.parallel.shard import buffer_tensors, shard_of
 from megalite.train.build import build_stage
 
 
@@ -81,7 +81,7 @@ def load_run(run_dir: Path, checkpoint: Path | None, device: torch.device) -> tu
     mpu = ParallelState.single()
     model = build_stage(config, mpu, StageSpec(0, 1, range(config.model.num_layers)), device)
     weights = [(shard_of(parameter), parameter.data) for parameter in model.parameters()]
-    manifest = store.load(folder, {"parameter": weights}, mpu)
+    manifest = store.load(folder, {"parameter": weights} | buffer_tensors(model), mpu)
     return model.eval(), config, manifest.step
 
 
