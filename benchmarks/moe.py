@@ -143,7 +143,7 @@ def _context(seq_len: int) -> Context:
         tokens=tokens, labels=tokens, loss_mask=torch.ones(seq_len, ROWS), positions=tokens,
         samples=torch.arange(ROWS), step=0,
     )  # fmt: skip
-    return Context(batch=batch, token_index=batch.token_index, rope=None, seed=0, training=True)
+    return Context.uncut(batch)
 
 
 def huggingface_pass(

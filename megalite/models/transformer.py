@@ -25,6 +25,7 @@ from megalite.nn.moe import MoELayer
 from megalite.nn.norm import RMSNorm
 from megalite.nn.position import PositionEmbedding
 from megalite.parallel.collectives import enter_parallel, gather_from, sequence_part
+from megalite.parallel.context import cut_rows, pad_rows, padded_length, row_multiple
 from megalite.parallel.cross_entropy import linear_cross_entropy
 from megalite.parallel.data import Unit
 from megalite.parallel.shard import Shard, set_shard, shard_of
@@ -164,8 +165,12 @@ class Transformer(nn.Module):
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of the activations between stages, [s (/ tp), b, h]."""
-        rows = batch.seq_len // self.mpu.tp.size if self.sequence_parallel else batch.seq_len
-        return rows, batch.size, self.config.hidden_size
+        length = padded_length(batch.seq_len, self._row_multiple) // self.mpu.cp.size
+        return length // self.mpu.tp.size if self.sequence_parallel else length, batch.size, self.config.hidden_size
+
+    @property
+    def _row_multiple(self) -> int:
+        return row_multiple(self.mpu.cp.size, self.mpu.tp.size, self.sequence_parallel)
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Hidden states in (None on the first stage), hidden states out; the last stage returns the summed loss."""
@@ -177,7 +182,7 @@ class Transformer(nn.Module):
             else:
                 x = layer(x, context)
             assert x is not None
-        return self._loss(x, batch) if self.stage.is_last else x
+        return self._loss(x, context.batch) if self.stage.is_last else x
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """[s, b, vocab] of a model that is one stage, for sampling and evaluation."""
@@ -189,12 +194,16 @@ class Transformer(nn.Module):
         return gather_from(self.head(self._enter_head(x)), self.mpu.tp, -1, self.config.vocab_size)
 
     def _context(self, batch: MicroBatch) -> Context:
+        rows = pad_rows(batch, self._row_multiple)
+        batch, cut = cut_rows(rows, self.mpu.cp)
         rope = None
         if self.rotary_positions:
             wide = torch.promote_types(self.hidden_dtype, torch.float32)
             rope = rope_tables(batch.positions, self.config.head_size, self.config.rope_theta, wide)
         index = sequence_part(batch.token_index, self.mpu.tp, self.sequence_parallel)
-        return Context(batch=batch, token_index=index, rope=rope, seed=self.seed, training=self.training)
+        return Context(
+            batch=batch, rows=rows, cut=cut, token_index=index, rope=rope, seed=self.seed, training=self.training
+        )
 
     def _embed(self, context: Context) -> Tensor:
         assert self.embedding is not None, f"stage {self.stage.index} needs hidden states"

@@ -8,6 +8,8 @@ from enum import IntEnum
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.mpu import Axis
+from megalite.parallel.context import RowCut, cut_rows
 
 
 class Site(IntEnum):
@@ -32,12 +34,25 @@ def layer_site(layer: int, site: Site) -> int:
 class Context:
     """One micro-batch seen from inside a stage.
 
+    batch: this context-parallel rank's part of the rows; rows: the rows before that cut, and cut: how it was made.
     token_index: int64 [s_local, b], the global token numbers of the rows this rank's residual stream holds.
     rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions. training switches dropout on.
     """
 
     batch: MicroBatch
+    rows: MicroBatch
+    cut: RowCut
     token_index: Tensor
     rope: tuple[Tensor, Tensor] | None
     seed: int
     training: bool
+
+    @staticmethod
+    def uncut(
+        batch: MicroBatch, *, rope: tuple[Tensor, Tensor] | None = None, seed: int = 0, training: bool = True
+    ) -> Context:
+        """The context of a rank that holds all of `batch`."""
+        _, cut = cut_rows(batch, Axis("cp"))
+        return Context(
+            batch=batch, rows=batch, cut=cut, token_index=batch.token_index, rope=rope, seed=seed, training=training
+        )

@@ -96,6 +96,7 @@ class Router(ShardedModule):
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, cut: Axis | None):
         super().__init__()
         self.config, self.layer, self.cut = config, layer, cut if cut is not None and cut.size > 1 else None
+        self.row_axis = mpu.tp_cp if self.cut is not None else mpu.cp  # ranks with parts of the same rows
         partial = (self.cut,) if self.cut is not None else ()
         experts, hidden = config.num_experts, config.hidden_size
         self.weight = set_shard(
@@ -153,28 +154,31 @@ class Router(ShardedModule):
         """This rank's rows (dim 0) of what every rank holds whole."""
         return whole if whole is None or self.cut is None else sequence_part(whole, self.cut, True)
 
-    def _whole(self, local: Tensor, seq_len: int) -> Tensor:
-        """All rows of what is cut (without gradient)."""
-        return local if self.cut is None else gather_from(local, self.cut, 0, seq_len)
+    def _whole(self, local: Tensor, context: Context) -> Tensor:
+        """Whole rows of what is cut over tp and cp (without gradient)."""
+        part = local if self.cut is None else gather_from(local, self.cut, 0, context.batch.seq_len)
+        return context.cut.whole(part)
+
+    def _part(self, whole: Tensor, context: Context) -> Tensor:
+        """The inverse of `_whole`."""
+        part = self._rows_here(whole if context.cut.axis.size == 1 else context.cut.here(whole))
+        assert part is not None
+        return part
 
     def _choose(self, scores: Tensor, logits: Tensor, context: Context) -> Tensor:
         """bool [s_local, b, num_experts]: the experts of each token, before padding and full experts are taken out."""
         config = self.config
         if config.routing == "top_k" or (config.routing == "sinkhorn" and not context.training):
             return _top_k(self._biased(scores), config.top_k)
-        seq_len = context.batch.seq_len
-        mask = context.batch.token_mask
+        mask = context.rows.token_mask
         if config.routing == "sinkhorn":
-            balanced = sinkhorn(self._whole(logits, seq_len), mask)
-            chosen = _top_k(balanced, config.top_k)
+            chosen = _top_k(sinkhorn(self._whole(logits, context), mask), config.top_k)
         else:
-            whole = self._whole(scores, seq_len)
+            whole = self._whole(scores, context)
             if mask is not None:
                 whole = whole.masked_fill(~mask[..., None], -math.inf)
-            chosen = _first_places(whole, self._capacity(seq_len, config.capacity_factor or 1.0))
-        chosen = self._rows_here(chosen)
-        assert chosen is not None
-        return chosen
+            chosen = _first_places(whole, self._capacity(context, config.capacity_factor or 1.0))
+        return self._part(chosen, context)
 
     def _biased(self, scores: Tensor) -> Tensor:
         """What top-k compares: scores with the expert bias, within the best groups only."""
@@ -199,23 +203,20 @@ class Router(ShardedModule):
                 gates = gates / (gates.sum(-1, keepdim=True) + config.router_norm_eps)
         return gates * config.router_scale
 
-    def _capacity(self, seq_len: int, factor: float) -> int:
-        """Places of an expert in one row."""
-        return math.ceil(seq_len * self.config.top_k / self.config.num_experts * factor)
+    def _capacity(self, context: Context, factor: float) -> int:
+        """Places of an expert in one row, as it was before it was padded and cut."""
+        return math.ceil(context.batch.row_length * self.config.top_k / self.config.num_experts * factor)
 
     def _keep(self, gates: Tensor, chosen: Tensor, context: Context) -> Tensor:
         """`chosen` without the tokens that find their expert full; all tokens of a row compete, wherever they are."""
-        seq_len = context.batch.seq_len
-        capacity = self._capacity(seq_len, self.config.capacity_factor)
-        priority = self._whole(gates.masked_fill(~chosen, -math.inf), seq_len)
+        capacity = self._capacity(context, self.config.capacity_factor)
+        priority = self._whole(gates.masked_fill(~chosen, -math.inf), context)
         if self.config.drop_policy == "position":
             wanted = priority > -math.inf
             kept = wanted & (wanted.cumsum(0) <= capacity)
         else:
             kept = _first_places(priority, capacity)
-        kept = self._rows_here(kept)
-        assert kept is not None
-        return kept
+        return self._part(kept, context)
 
     def _assign(self, kept: Tensor, gates: Tensor, context: Context) -> Assignment:
         """Pairs (token, expert), by expert and then by token."""
@@ -224,7 +225,7 @@ class Router(ShardedModule):
         probs = gates.flatten(0, 1)[token, expert]
         counts = by_expert.sum(1)
         if config.pad_to_capacity:
-            places = kept.shape[1] * min(kept.shape[0], self._capacity(context.batch.seq_len, config.capacity_factor))
+            places = kept.shape[1] * min(kept.shape[0], self._capacity(context, config.capacity_factor))
             return _padded(token, expert, probs, counts, places, by_expert.shape[1])
         return Assignment(token, expert, probs, counts)
 
@@ -237,8 +238,8 @@ class Router(ShardedModule):
         weight = mask.to(share.dtype) if mask is not None else None
         counts = chosen.sum(0, dtype=share.dtype)  # [b, num_experts]
         arriving = None
-        if config.aux_loss in ("sequence", "micro_batch") and config.aux_loss_coeff and self.cut is not None:
-            arriving = self.cut.start_all_reduce(counts.clone())
+        if config.aux_loss in ("sequence", "micro_batch") and config.aux_loss_coeff and self.row_axis.size > 1:
+            arriving = self.row_axis.start_all_reduce(counts.clone())
         self.tallies[context.batch.index] = tally = self._tally(share.detach(), chosen, kept, weight)
 
         def finish() -> Tensor:
@@ -274,8 +275,8 @@ class Router(ShardedModule):
             return probs.new_zeros(())
         if config.aux_loss in ("global", "global_exact"):
             return factor / max(batch.totals.num_tokens, 1) * (self.fractions.to(probs.dtype) * probs.sum(0)).sum()
-        mask = batch.token_mask
-        lengths = mask.sum(0) if mask is not None else torch.full_like(batch.samples, batch.seq_len)
+        mask = context.rows.token_mask
+        lengths = mask.sum(0) if mask is not None else torch.full_like(batch.samples, batch.row_length)
         if config.aux_loss == "micro_batch":
             counts, probs = counts.sum(0, keepdim=True), probs.sum(0, keepdim=True)
             lengths, factor = lengths.sum(0, keepdim=True), factor * batch.size

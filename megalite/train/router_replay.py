@@ -209,7 +209,7 @@ def _context(recording: Recording) -> Context:
         token_mask=None if bool(mask.all()) else mask,
         totals=BatchTotals(num_rows=mask.shape[1], num_tokens=int(mask.sum())),
     )
-    return Context(batch=batch, token_index=batch.token_index, rope=None, seed=0, training=True)
+    return Context.uncut(batch)
 
 
 # ---- figures

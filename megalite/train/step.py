@@ -115,7 +115,7 @@ def evaluate(training: Training, num_steps: int) -> float:
 
 def _global_mean(loss_sum: Tensor, num_tokens: int, mpu: ParallelState) -> float:
     """The sum over the data-parallel ranks of the last stage / `num_tokens`, on every rank."""
-    total = mpu.dp.all_reduce(loss_sum.to(mpu.dp.device, torch.float64).reshape(1).clone())
+    total = mpu.dp_cp.all_reduce(loss_sum.to(mpu.dp.device, torch.float64).reshape(1).clone())
     return float(mpu.pp.all_reduce(total)) / max(num_tokens, 1)
 
 

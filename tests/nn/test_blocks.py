@@ -184,7 +184,7 @@ def context() -> Context:
     batch = MicroBatch(
         tokens=ids, labels=ids, loss_mask=torch.ones(S, B), positions=ids, samples=torch.arange(B), step=0
     )
-    return Context(batch=batch, token_index=batch.token_index, rope=None, seed=0, training=True)
+    return Context.uncut(batch)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -43,7 +43,7 @@ def batch_of(rows: int = B, *, mask: Tensor | None = None, index: int = 0, total
 
 
 def context_of(batch: MicroBatch, training: bool = True) -> Context:
-    return Context(batch=batch, token_index=batch.token_index, rope=None, seed=5, training=training)
+    return Context.uncut(batch, seed=5, training=training)
 
 
 def inputs(rows: int = B, seed: int = 0) -> Tensor:

@@ -37,7 +37,7 @@ def context_of(mask: Tensor | None) -> Context:
         tokens=ids, labels=ids, loss_mask=torch.ones(S, B), positions=ids, samples=torch.arange(B), step=0,
         token_mask=mask,
     )  # fmt: skip
-    return Context(batch=batch, token_index=batch.token_index, rope=None, seed=0, training=True)
+    return Context.uncut(batch)
 
 
 def build(mpu: ParallelState) -> GatedShortConv:

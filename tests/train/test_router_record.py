@@ -39,7 +39,7 @@ def _router(mpu: ParallelState, layer: int) -> Router:
 
 
 def _context(batch: MicroBatch, training: bool = True) -> Context:
-    return Context(batch=batch, token_index=batch.token_index, rope=None, seed=5, training=training)
+    return Context.uncut(batch, seed=5, training=training)
 
 
 def _batches(mpu: ParallelState, step: int) -> list[tuple[slice, MicroBatch]]:

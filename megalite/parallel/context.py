@@ -1,0 +1,100 @@
+"""Context parallelism: which tokens of each row a rank holds, and how a whole row is seen where it is needed.
+
+Causal attention gives late tokens more to do, so that rows are dealt in a zigzag: of 2c equal chunks, rank r holds the
+r-th from both ends (Brandon et al., 2023, arXiv:2311.09431; Llama 3, arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.batch import MicroBatch
+from megalite.mpu import Axis
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """How the rows of one micro-batch are cut over `axis`: places int64 [ranks, s / ranks, b], in ascending order."""
+
+    axis: Axis
+    places: Tensor
+
+    @property
+    def mine(self) -> Tensor:
+        """int64 [s / ranks, b]: the places of this rank's tokens."""
+        return self.places[self.axis.rank]
+
+    def here(self, whole: Tensor) -> Tensor:
+        """This rank's part of whole rows [s, b, ...]."""
+        return _take(whole, self.mine)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Whole rows [s, b, ...] from the ranks' parts, without gradient."""
+        if self.axis.size == 1:
+            return local
+        parts = self.axis.all_gather(local.detach().contiguous())
+        places = self.places.flatten(0, 1)
+        index = places.view(*places.shape, *[1] * (local.dim() - 2)).expand_as(parts)
+        return torch.empty_like(parts).scatter_(0, index, parts)
+
+
+def _take(whole: Tensor, places: Tensor) -> Tensor:
+    index = places.view(*places.shape, *[1] * (whole.dim() - 2)).expand(*places.shape, *whole.shape[2:])
+    return whole.gather(0, index)
+
+
+def row_multiple(cp: int, tp: int, sequence_parallel: bool) -> int:
+    """What the length of a row must be a multiple of: two chunks for each cp rank, each of tp parts."""
+    return (2 * cp if cp > 1 else 1) * (tp if sequence_parallel else 1)
+
+
+def padded_length(seq_len: int, multiple: int) -> int:
+    """The length of rows of `seq_len` tokens once they are padded."""
+    return -(-seq_len // multiple) * multiple
+
+
+def pad_rows(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """`batch` with rows of the next multiple of `multiple` tokens; padding is a document of its own, without labels."""
+    missing = padded_length(batch.seq_len, multiple) - batch.seq_len
+    if not missing:
+        return batch
+    length, real = batch.seq_len, batch.token_mask
+    padded = replace(batch, token_mask=None, documents=None).map(
+        lambda value: F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))
+    )
+    real = torch.ones_like(batch.tokens, dtype=torch.bool) if real is None else real
+    starts = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+    return replace(
+        padded,
+        token_mask=F.pad(real, (0, 0, 0, missing), value=False),
+        documents=F.pad(starts, (0, 0, 0, missing), value=length),
+    )
+
+
+def cut_rows(batch: MicroBatch, axis: Axis) -> tuple[MicroBatch, RowCut]:
+    """This rank's part of a micro-batch of padded rows, and how it was cut."""
+    assert batch.places is None, "the rows are cut already"
+    places = row_places(batch, axis.size)
+    cut = RowCut(axis, places)
+    whole = torch.arange(batch.seq_len, device=batch.tokens.device)[:, None].expand_as(batch.tokens)
+    if axis.size == 1:
+        return batch, cut
+    return replace(batch, places=whole).map(cut.here), cut
+
+
+def row_places(batch: MicroBatch, cp: int) -> Tensor:
+    """int64 [cp, s / cp, b]: the places that each rank holds."""
+    if cp == 1:
+        return torch.arange(batch.seq_len, device=batch.tokens.device)[None, :, None].expand(1, *batch.tokens.shape)
+    return zigzag(batch.seq_len, cp, batch.tokens.device)[..., None].expand(cp, -1, batch.size).contiguous()
+
+
+def zigzag(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
+    """int64 [cp, seq_len / cp]: chunks r and 2 cp - 1 - r of 2 cp equal ones for rank r."""
+    chunks: Sequence[Tensor] = torch.arange(seq_len, device=device).chunk(2 * cp)
+    return torch.stack([torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])) for rank in range(cp)])
