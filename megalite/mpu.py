@@ -105,14 +105,14 @@ class Pending:
 class PendingExchange:
     """Messages under way, to and from several ranks; `wait` returns when all of them are through."""
 
-    def __init__(self, works: Sequence[Pending] = ()):
-        self._works = works
+    def __init__(self, works: Sequence[Pending] = (), tensors: Sequence[Tensor] = ()):
+        self._works, self._tensors = works, tensors  # backends need not keep what they send alive
 
     def wait(self) -> None:
         """Blocks until what was received is there and what was sent may change."""
         for work in self._works:
             work.wait()
-        self._works = ()
+        self._works = self._tensors = ()
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -306,7 +306,7 @@ class Axis:
         # NCCL joins a batch into one work
         started = [Pending(messages[0][1], work, self.last_call) for work in works]
         self.last_call.finished = True
-        return PendingExchange(started)
+        return PendingExchange(started, [tensor for _, tensor, _ in messages])
 
     def _started(self, tensor: Tensor, work: dist.Work | None) -> Pending:
         """A point-to-point operation, which cannot hang before its `wait`."""
