@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +68,11 @@ def masked_backward(
     # A query that sees nothing has no finite shift; its scores are all -inf.
     lse = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
     for chunk, work in _work(q, k, mask):
+        q_rows, k_rows, v_rows = (chunk.rows(x, x.dtype) for x in (q, k, v))
+        lse_rows, delta_rows = (chunk.rows(x, wide).mT for x in (lse, delta.unsqueeze(-1)))
         rows = work.backward(
-            chunk.rows(dout, wide), *(chunk.rows(x, x.dtype) for x in (q, k, v)),
-            chunk.rows(lse, wide).mT, chunk.rows(delta.unsqueeze(-1), wide).mT, scale, softcap, dropout,
-        )  # fmt: skip
+            chunk.rows(dout, wide), q_rows, k_rows, v_rows, lse_rows, delta_rows, scale, softcap, dropout
+        )
         for part, grad in zip(rows, grads, strict=True):
             chunk.store(part, grad)
     dq, dk, dv = grads
@@ -237,54 +237,3 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.baddbmm_(a, b)
     else:
         total.add_(torch.bmm(a, b))
-
-
-def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout: AttentionDropout | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`masked_forward` of keys that are all here, with its gradient: [sq, b, heads, dv] in q's dtype.
-
-    scale is 1 / sqrt(d) by default. sinks: [heads], a learned logit of each head, see `add_sinks_`.
-    """
-    scale = scale if scale is not None else 1.0 / math.sqrt(q.shape[-1])
-    return _MaskedAttention.apply(q, k, v, sinks, mask, scale, softcap, dropout)
-
-
-class _MaskedAttention(torch.autograd.Function):
-    """Saves its inputs, its output and the log-sum-exp."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        mask: AttentionMask,
-        scale: float,
-        softcap: float,
-        dropout: AttentionDropout | None,
-    ) -> Tensor:
-        out, lse = masked_forward(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout)
-        if sinks is not None:
-            add_sinks_(out, lse, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.mask, ctx.options = mask, {"scale": scale, "softcap": softcap, "dropout": dropout}
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        delta = (grads[0].to(lse.dtype) * out).sum(-1)
-        dq, dk, dv = masked_backward(grads[0], q, k, v, lse, delta, ctx.mask, **ctx.options)
-        dsinks = None if sinks is None else sinks_grad(sinks, lse, delta).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
