@@ -62,8 +62,6 @@ def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
     parallel = config.parallel
     found: list[str] = []
-    if parallel.cp > 1:
-        found.append(f"parallel.cp={parallel.cp}: context parallelism is not built yet; use 1")
     if parallel.zero != 0:
         found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":

@@ -25,6 +25,7 @@ from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std
+from megalite.parallel.context_attention import ContextAttention
 from megalite.parallel.shard import Shard, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
 
@@ -61,6 +62,7 @@ class ParallelAttention(nn.Module):
             raise ValueError("\n".join(problems))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
         self.window, self.sinks, self.is_plain = 0, None, True
+        self.across = ContextAttention.of(mpu)
         self.scale = 1.0 / math.sqrt(config.head_size)
         self.choice: Literal["auto", "sdpa", "block"] = kernels.attention
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
@@ -121,6 +123,8 @@ class ParallelAttention(nn.Module):
     ) -> Tensor:
         """[s, b, heads, d] of this rank's queries on all keys that they see, by intervals of places."""
         kernel = self.kernel(q.device, dropout.p if dropout is not None else 0.0)
+        if context.cut.axis.size > 1:
+            return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=self.sinks)
         return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=self.sinks)
 
     def _mix(

@@ -1,8 +1,8 @@
 """Context parallelism: which tokens of each row a rank holds, and how a whole row is seen where it is needed.
 
 Causal attention gives late tokens more to do, so that a row of one document is dealt in a zigzag: of 2c equal chunks,
-rank r holds the r-th from both ends (Brandon et al., 2023, arXiv:2311.09431; Llama 3, arXiv:2407.21783). Rows of several
-documents are dealt by their work (`context_balance`).
+rank r holds the r-th from both ends (Brandon et al., 2023, arXiv:2311.09431; Llama 3, arXiv:2407.21783). Rows of
+several documents are dealt by their work (`context_balance`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RowCut:
         """int64 [s / ranks, b]: the places of this rank's tokens."""
         return self.places[self.axis.rank]
 
-    def sight(self, window: int | None = None) -> Sight:
+    def sight(self, window: int = 0) -> Sight:
         """What each token sees: its document so far, at most `window` tokens."""
         return Sight.causal(self.places, self.documents, window)
 
@@ -89,10 +89,10 @@ def pad_rows(batch: MicroBatch, multiple: int) -> MicroBatch:
     )
 
 
-def cut_rows(batch: MicroBatch, axis: Axis, window: int | None = None) -> tuple[MicroBatch, RowCut]:
+def cut_rows(batch: MicroBatch, axis: Axis, window: int = 0) -> tuple[MicroBatch, RowCut]:
     """This rank's part of a micro-batch of padded rows, and how it was cut.
 
-    window: how many tokens attention sees at most, where all layers have the same.
+    window: how many tokens attention sees at most, where all layers have the same (0: no limit).
     """
     assert batch.places is None, "the rows are cut already"
     cut = RowCut(axis, row_places(batch, axis.size, window).to(batch.tokens.device), batch.documents)
@@ -102,7 +102,7 @@ def cut_rows(batch: MicroBatch, axis: Axis, window: int | None = None) -> tuple[
     return replace(batch, places=whole).map(cut.here), cut
 
 
-def row_places(batch: MicroBatch, cp: int, window: int | None = None) -> Tensor:
+def row_places(batch: MicroBatch, cp: int, window: int = 0) -> Tensor:
     """int64 [cp, s / cp, b]: the places that each rank holds, in ascending order; each row may be cut differently.
 
     Packed rows are looked at on the CPU.

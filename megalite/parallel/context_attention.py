@@ -13,15 +13,17 @@ keys and values are merged and sent in promote_types(dtype, float32).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from megalite.kernels.attention import AttentionDropout
-from megalite.kernels.masked_attention import AttentionMask, masked_backward, masked_forward, merge
+from megalite.kernels.attention_kernel import AttentionKernel
+from megalite.kernels.attention_mask import AttentionMask
+from megalite.kernels.masked_attention import add_sinks_, merge, sinks_grad
 from megalite.mpu import Axis, ParallelState, PendingExchange
 from megalite.parallel.context import RowCut
 from megalite.parallel.context_plan import (
@@ -33,99 +35,6 @@ from megalite.parallel.context_plan import (
     gather_plan,
     ring_plan,
 )
-
-
-class BlockAttention(Protocol):
-    """Attention of queries q [sq, b, H, d] over a part of their keys k [sk, b, G, d] and values v [sk, b, G, dv].
-
-    Whoever writes one gets context parallelism in all modes. lse [sq, b, H] is the log-sum-exp of a row's scores; rows
-    that see nothing have out 0 and lse -inf. Both are in promote_types(dtype, float32), and so are gradients.
-    """
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
-    ) -> tuple[Tensor, Tensor]:
-        """(out [sq, b, H, dv], lse)."""
-        ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: AttentionMask,
-        dropout: AttentionDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this part, given lse over all keys and delta [sq, b, H], the row sums of dout * out."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftmaxAttention:
-    """softmax(softcap * tanh(q k^T * scale / softcap)) v; no cap where softcap is 0."""
-
-    scale: float
-    softcap: float = 0.0
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `BlockAttention`."""
-        return masked_forward(q, k, v, mask, scale=self.scale, softcap=self.softcap, dropout=dropout)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: AttentionMask,
-        dropout: AttentionDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockAttention`."""
-        return masked_backward(
-            dout, q, k, v, lse, delta, mask, scale=self.scale, softcap=self.softcap, dropout=dropout
-        )
-
-
-@dataclass(frozen=True)
-class DifferentiableBlock:
-    """A `BlockAttention` from its forward alone, which autograd must be able to go through, lse included."""
-
-    function: Callable[[Tensor, Tensor, Tensor, AttentionMask, AttentionDropout | None], tuple[Tensor, Tensor]]
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `BlockAttention`."""
-        return self.function(q, k, v, mask, dropout)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: AttentionMask,
-        dropout: AttentionDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs forward again. Out is the sum of w * part with w = exp(part_lse - lse), so that both have a gradient."""
-        inputs = [x.detach().to(lse.dtype).requires_grad_() for x in (q, k, v)]
-        with torch.enable_grad():
-            part, part_lse = self.function(inputs[0], inputs[1], inputs[2], mask, dropout)
-        weight = (part_lse.detach() - lse).exp().nan_to_num(nan=0.0)
-        dpart = dout * weight[..., None]
-        dlse = (dpart * part.detach()).sum(-1) - weight * delta
-        dq, dk, dv = torch.autograd.grad((part, part_lse), inputs, (dpart, dlse))
-        return dq, dk, dv
-
 
 Travel = Iterator[tuple[Block, Tensor, Tensor]]
 """(block, its keys, its values), while other messages are under way."""
@@ -373,24 +282,41 @@ class _GatherGradients:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What one attention call is made of, tensors that learn apart."""
+class _Rows:
+    """What all layers with the same window share: the plan of this rank's rows, and its masks.
+
+    first, last, places: int64 [n, b], of this rank's tokens after the exchange over `inner`, which `order` sorts.
+    """
 
     route: Ring | Gather
-    attention: BlockAttention
     first: Tensor
     last: Tensor
-    dropout: AttentionDropout | None
+    places: Tensor
+    order: Tensor
+    masks: dict[Block, AttentionMask] = field(default_factory=dict)
 
     def mask(self, block: Block) -> AttentionMask:
         """What the block's queries see of its keys."""
-        return AttentionMask(query=self.last[block.queries], start=self.first[block.queries], key=block.key)
+        if block not in self.masks:
+            rows = block.queries
+            self.masks[block] = AttentionMask(query=self.last[rows], start=self.first[rows], key=block.key)
+        return self.masks[block]
 
-    def drops(self, block: Block) -> AttentionDropout | None:
-        """Dropout of the block's queries."""
+
+@dataclass(frozen=True)
+class _Call:
+    """What one attention call is made of, apart from tensors that learn."""
+
+    rows: _Rows
+    kernel: AttentionKernel
+    dropout: AttentionDropout | None
+
+    def arguments(self, block: Block) -> tuple[AttentionMask, AttentionDropout | None]:
+        """Mask and dropout of the block's queries."""
         if self.dropout is None:
-            return None
-        return dataclasses.replace(self.dropout, token_index=self.dropout.token_index[block.queries])
+            return self.rows.mask(block), None
+        token_index = self.dropout.token_index[block.queries]
+        return self.rows.mask(block), dataclasses.replace(self.dropout, token_index=token_index)
 
 
 class _Attend(torch.autograd.Function):
@@ -398,24 +324,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out: Tensor | None = None
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
-        for block, k_block, v_block in call.route.forward(k, v):
-            rows = block.queries
-            part, part_lse = call.attention.forward(q[rows], k_block, v_block, call.mask(block), call.drops(block))
-            if out is None and part.shape[0] == q.shape[0]:
-                out, lse = part, part_lse
-                continue
-            if out is None:
-                out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
-            merge(out[rows], lse[rows], part, part_lse)
-        if out is None:
-            out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
+        out, lse = _forward(q, k, v, call)
         if sinks is not None:
-            with_sink = torch.logaddexp(lse, sinks.to(wide))
-            out.mul_((lse - with_sink).exp_().unsqueeze(-1))
-            lse = with_sink
+            add_sinks_(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
@@ -425,22 +336,41 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
-        dout = grads[0].contiguous()
+        dout = grads[0]
         delta = (dout.to(lse.dtype) * out).sum(-1)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        back = call.route.backward(k, v, lse.dtype)
+        dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+        back = call.rows.route.backward(k, v, lse.dtype)
         for block, k_block, v_block in back.travel():
             rows = block.queries
-            dq_rows, dk, dv = call.attention.backward(
-                dout[rows], q[rows], k_block, v_block, lse[rows], delta[rows], call.mask(block), call.drops(block)
+            dq_rows, dk, dv = call.kernel.backward(
+                dout[rows], q[rows], k_block, v_block, out[rows], lse[rows], delta[rows], *call.arguments(block)
             )
             dq[rows] += dq_rows
             back.add(dk, dv)
         dk, dv = back.own
-        dsinks = None
-        if sinks is not None:
-            dsinks = (-(sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+        dsinks = None if sinks is None else sinks_grad(sinks, lse, delta).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp) over all keys, in promote_types(dtype, float32)."""
+    out, lse = None, None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for block, k_block, v_block in call.rows.route.forward(k, v):
+        rows = block.queries
+        part, part_lse = call.kernel.forward(q[rows], k_block, v_block, *call.arguments(block))
+        if out is None and len(part) == len(q):
+            out, lse = part, part_lse
+            continue
+        if out is None or lse is None:
+            out, lse = _nothing_seen(q, v, wide)
+        merge(out[rows], lse[rows], part, part_lse)
+    return (out, lse) if out is not None and lse is not None else _nothing_seen(q, v, wide)
+
+
+def _nothing_seen(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
+    return out, torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
 
 
 class _Exchange(torch.autograd.Function):
@@ -479,17 +409,6 @@ def _to_sequence(x: Tensor, axis: Axis, order: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What all layers with the same window share: plan and mask of this rank's rows, on the device of the tensors."""
-
-    route: Ring | Gather
-    first: Tensor
-    last: Tensor
-    places: Tensor
-    order: Tensor
-
-
-@dataclass(frozen=True)
 class ContextAttention:
     """How attention crosses the sequence cut on this rank.
 
@@ -517,58 +436,61 @@ class ContextAttention:
         k: Tensor,
         v: Tensor,
         cut: RowCut,
-        attention: BlockAttention,
+        kernel: AttentionKernel,
         *,
-        window: int | None = None,
+        window: int = 0,
         dropout: AttentionDropout | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of this rank's tokens: q [n, b, H, d], k [n, b, G, d], v [n, b, G, dv] -> [n, b, H, dv].
 
-        A token sees its document so far, at most `window` tokens. dropout.token_index: [n, b], of the same tokens.
-        sinks: [H], a learned logit of each head that takes a share of the softmax and gives nothing.
+        A token sees its document so far, at most `window` tokens of it (0: no limit). dropout.token_index: [n, b], of
+        the same tokens. sinks: [H], see `add_sinks_`.
         """
-        return self.attend(
-            q, k, v, self._rows(cut, window, q.device), attention, cut.mine.to(q.device), dropout=dropout, sinks=sinks
-        )
+        key = (self.inner.size, self.outer.size, self.gathers, window, q.device)
+        if key not in cut.plans:
+            cut.plans[key] = self._prepare(cut.sight(window), q.device)
+        return self._attend(q, k, v, cut.plans[key], kernel, dropout, sinks)
 
-    def with_sight(
-        self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, attention: BlockAttention, rank: int
-    ) -> Tensor:
-        """The same for any `sight` of all ranks' tokens, for this `rank` of them."""
-        rows = self._prepare(sight, q.device)
-        return self.attend(q, k, v, rows, attention, sight.places[rank].to(q.device))
+    def with_sight(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, kernel: AttentionKernel) -> Tensor:
+        """The same for any `sight` of the tokens of all ranks."""
+        return self._attend(q, k, v, self._prepare(sight, q.device), kernel, None, None)
 
-    def attend(
+    def _attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         rows: _Rows,
-        attention: BlockAttention,
-        places: Tensor,
-        *,
-        dropout: AttentionDropout | None = None,
-        sinks: Tensor | None = None,
+        kernel: AttentionKernel,
+        dropout: AttentionDropout | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attention by the plan of `rows`; places: int64 [n, b], of this rank's tokens."""
+        dropout = dropout if dropout is not None and dropout.p > 0.0 else None
         inner = self.inner
-        if inner.size > 1:
-            dv = v.shape[-1]
-            q, k, v = self._enter(q, k, v, rows.order)
-            if dropout is not None:
-                base = dropout.token_index[:1] - places[:1]
-                dropout = dataclasses.replace(
-                    dropout,
-                    token_index=base + rows.places,
-                    head_offset=dropout.head_offset + inner.rank * q.shape[2],
-                )
-            if sinks is not None:
-                sinks = sinks.narrow(0, inner.rank * q.shape[2], q.shape[2])
-            call = _Call(rows.route, attention, rows.first, rows.last, dropout)
-            out = cast(Tensor, _Attend.apply(q, k, v, sinks, call))
-            return _Exchange.apply(out.flatten(2), inner, rows.order, False).unflatten(2, (-1, dv))
-        return _Attend.apply(q, k, v, sinks, _Call(rows.route, attention, rows.first, rows.last, dropout))
+        if inner.size == 1:
+            return _Attend.apply(q, k, v, sinks, _Call(rows, kernel, dropout))
+        value_size = v.shape[-1]
+        q, k, v = self._enter(q, k, v, rows.order)
+        first_head = inner.rank * q.shape[2]
+        if dropout is not None:
+            dropout = dataclasses.replace(
+                dropout,
+                token_index=self._token_index(dropout.token_index, rows),
+                head_offset=dropout.head_offset + first_head,
+            )
+        if sinks is not None:
+            sinks = sinks.narrow(0, first_head, q.shape[2])
+        out = cast(Tensor, _Attend.apply(q, k, v, sinks, _Call(rows, kernel, dropout)))
+        return _Exchange.apply(out.flatten(2), inner, rows.order, False).unflatten(2, (-1, value_size))
+
+    def _token_index(self, mine: Tensor, rows: _Rows) -> Tensor:
+        """The numbers in the run of the tokens of all `inner` ranks, from those of this rank's."""
+        n = len(mine)
+        unsorted = torch.empty_like(rows.places)
+        order = rows.order if rows.order.dim() == 2 else rows.order[:, None].expand_as(rows.places)
+        unsorted.scatter_(0, order, rows.places)
+        return rows.places + (mine[:1] - unsorted[self.inner.rank * n][None])
 
     def _enter(self, q: Tensor, k: Tensor, v: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of some heads from some tokens of all heads, q, k and v in one message."""
@@ -581,12 +503,6 @@ class ContextAttention:
         whole = _Exchange.apply(together, self.inner, order, True)
         split = whole.split([part.shape[-1] for part in parts], -1)
         return tuple(x.unflatten(-1, (-1, like.shape[-1])) for x, like in zip(split, (q, k, v), strict=True))
-
-    def _rows(self, cut: RowCut, window: int | None, device: torch.device) -> _Rows:
-        key = (self.inner.size, self.outer.size, self.gathers, window, device)
-        if key not in cut.plans:
-            cut.plans[key] = self._prepare(cut.sight(window), device)
-        return cut.plans[key]
 
     def _prepare(self, sight: Sight, device: torch.device) -> _Rows:
         joined, orders = sight.joined(self.inner.size)

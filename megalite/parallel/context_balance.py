@@ -34,7 +34,7 @@ def zigzag(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
     return torch.stack([torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])) for rank in range(cp)])
 
 
-def deal_row(starts: Tensor, cp: int, window: int | None = None) -> Tensor:
+def deal_row(starts: Tensor, cp: int, window: int = 0) -> Tensor:
     """int64 [cp, s / cp]: the places of each rank in a row whose documents begin at `starts`, int64 [s].
 
     Of the cuts that are even to TOLERANCE, the one that sends the fewest keys; else the most even one.
@@ -50,14 +50,14 @@ def deal_row(starts: Tensor, cp: int, window: int | None = None) -> Tensor:
     return best
 
 
-def _cuts(starts: Tensor, cp: int, window: int | None) -> Iterator[Tensor]:
+def _cuts(starts: Tensor, cp: int, window: int) -> Iterator[Tensor]:
     """Cuts worth a look: contiguous, zigzag, and dealt in ever smaller blocks until these are even."""
     s = len(starts)
     n = s // cp
     yield torch.arange(s).view(cp, n)
     yield zigzag(s, cp)
     places = torch.arange(s)
-    seen = places - starts + 1 if window is None else (places - starts + 1).clamp(max=window)
+    seen = places - starts + 1 if not window else (places - starts + 1).clamp(max=window)
     for num_blocks in range(2, min(n, MAX_BLOCKS) + 1):
         if n % num_blocks:
             continue

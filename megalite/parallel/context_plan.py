@@ -30,8 +30,8 @@ class Sight:
     last: Tensor
 
     @staticmethod
-    def causal(places: Tensor, documents: Tensor | None = None, window: int | None = None) -> Sight:
-        """Each token sees itself and what precedes it in its document, at most `window` tokens in all.
+    def causal(places: Tensor, documents: Tensor | None = None, window: int = 0) -> Sight:
+        """Each token sees itself and what precedes it in its document, at most `window` tokens in all (0: no limit).
 
         documents: int64 [s, b], the place at which the document of each place begins; None: one document.
         """
@@ -40,7 +40,7 @@ class Sight:
         if documents is not None:
             whole = documents.cpu().expand(-1, places.shape[2])
             first = whole.gather(0, places.flatten(0, 1)).view_as(places)
-        if window is not None:
+        if window:
             first = torch.maximum(first, places - window + 1)
         return Sight(places, first, places)
 
@@ -87,7 +87,7 @@ class Sight:
         return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
     """The keys of one kernel call, taken out of a message of tokens, and the queries that see some of them.
 
