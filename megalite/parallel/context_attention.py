@@ -78,10 +78,6 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     return message.flatten(0, 1)
 
 
-def _add_(total: Tensor, index: Tensor | None, part: Tensor) -> Tensor:
-    return total.add_(part) if index is None else total.index_add_(0, index, part)
-
-
 class Ring:
     """Keys and values that go from rank to rank: the next ones arrive while these are worked on."""
 
@@ -122,9 +118,11 @@ class _RingMail:
         step = self.plan.steps[number]
         sends = [(m.peer, _taken(self.held[m.owner], m.index)) for m in step.sends]
         receives = []
+        count = sum(m.count for m in step.receives)  # all of one owner
         for m in step.receives:
-            self.held[m.owner] = _message(m, self.k, self.v, self.k.dtype)
-            receives.append((m.peer, self.held[m.owner]))
+            if not m.start:
+                self.held[m.owner] = _tokens(count, self.k, self.v, self.k.dtype)
+            receives.append((m.peer, self.held[m.owner][m.part]))
         return sends, receives
 
     def start(self, number: int) -> PendingExchange:
@@ -148,8 +146,9 @@ def _taken(message: Tensor, index: Tensor | None) -> Tensor:
     return message if index is None else message.index_select(0, index)
 
 
-def _message(message: Message, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(message.count, k.shape[2], k.shape[3] + v.shape[3], dtype=dtype, device=k.device)
+def _tokens(count: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for keys and values."""
+    return torch.empty(count, k.shape[2], k.shape[3] + v.shape[3], dtype=dtype, device=k.device)
 
 
 class _RingGradients:
@@ -159,6 +158,7 @@ class _RingGradients:
         self.plan, self.axis, self.k, self.v, self.wide = ring.plan, ring.axis, k, v, wide
         self.mail = _RingMail(ring, k, v)
         self.made: dict[int, Tensor] = {}
+        self.last = {m.owner: number for number, step in enumerate(self.plan.steps) for m in step.grad_sends}
         self.current: tuple[Tensor, Tensor] | None = None
         self.own = (torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
 
@@ -170,42 +170,33 @@ class _RingGradients:
         """See `Gradients`."""
         for number, step in enumerate(self.plan.steps):
             sends, receives = self.mail.messages(number)
-            sends += [(m.peer, self.made.pop(m.owner)) for m in step.grad_sends]
-            arriving = {m.owner: (m, _message(m, self.k, self.v, self.wide)) for m in step.grad_receives}
-            receives += [(m.peer, grads) for m, grads in arriving.values()]
+            sends += [(m.peer, _taken(self.made[m.owner], m.index)) for m in step.grad_sends]
+            arriving = [(m, _tokens(m.count, self.k, self.v, self.wide)) for m in step.grad_receives]
+            receives += [(m.peer, grads) for m, grads in arriving]
             under_way = self.axis.start_exchange(sends, receives)
             if step.block is not None:
                 yield self.mail.part(step.owner, step.block)
+                self._keep(step.owner, step.block)
             under_way.wait()
+            for m, grads in arriving:
+                if m.owner == self.axis.rank:
+                    self._add_home(grads, m.index)
+                else:
+                    self.made[m.owner][m.part].add_(grads)
             self.mail.forget(number)
-            self._settle(number, {owner: grads for owner, (_, grads) in arriving.items()})
+            for owner in [owner for owner in self.made if self.last[owner] <= number]:
+                del self.made[owner]
 
-    def _settle(self, number: int, arrived: dict[int, Tensor]) -> None:
-        """Adds up this step's gradients with those that came in."""
-        step = self.plan.steps[number]
-        if self.axis.rank in arrived:
-            (home,) = (m for m in step.grad_receives if m.owner == self.axis.rank)
-            self._add_home(arrived[self.axis.rank], home.index)
-        if step.block is None:
-            return
+    def _keep(self, owner: int, block: Block) -> None:
+        """Puts this step's gradients where those of other ranks will be added, in the order of their message."""
         assert self.current is not None, "the gradients of a part must be added before the next one"
         (dk, dv), self.current = self.current, None
-        if step.owner == self.axis.rank:
+        if owner == self.axis.rank:
             self.own[0].add_(dk)
             self.own[1].add_(dv)
             return
-        rule = step.grads
-        assert rule is not None
-        mine = torch.cat((step.block.flat(dk), step.block.flat(dv)), -1)
-        if not rule.has_earlier:
-            assert rule.own is None, "the first stop has a gradient for all that it sees"
-            self.made[step.owner] = mine
-            return
-        earlier = arrived[step.owner]
-        total = earlier if rule.earlier is None else mine.new_zeros(rule.count, *mine.shape[1:])
-        if total is not earlier:
-            _add_(total, rule.earlier, earlier)
-        self.made[step.owner] = _add_(total, rule.own, mine)
+        grads = torch.cat((block.flat(dk), block.flat(dv)), -1)
+        self.made[owner] = grads if block.index is None else torch.empty_like(grads).index_copy_(0, block.tokens, grads)
 
     def _add_home(self, grads: Tensor, index: Tensor | None) -> None:
         n, b = self.k.shape[:2]
@@ -547,12 +538,6 @@ def _ring_to(plan: RingPlan, device: torch.device) -> RingPlan:
         step.block = step.block.to(device) if step.block is not None else None
         for messages in (step.sends, step.receives, step.grad_sends, step.grad_receives):
             messages[:] = [_move(message, device) for message in messages]
-        if step.grads is not None:
-            step.grads = dataclasses.replace(
-                step.grads,
-                own=None if step.grads.own is None else step.grads.own.to(device),
-                earlier=None if step.grads.earlier is None else step.grads.earlier.to(device),
-            )
     return plan
 
 

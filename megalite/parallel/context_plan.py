@@ -124,33 +124,29 @@ class Block:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Message:
-    """Tokens that travel to or from `peer`: those numbered `index` of what the sender holds (None: all of it)."""
+    """Tokens of `owner` that travel to or from `peer`, `count` of them.
+
+    index: their numbers among those that a sender (or an owner whose gradients come home) holds, None: all, in order. A
+    receiver puts them where `start` says, one message behind the other.
+    """
 
     peer: int
     owner: int
     count: int
     index: Tensor | None = None
+    start: int = 0
 
-
-@dataclass(frozen=True)
-class GradReturn:
-    """Where gradients go that a rank makes for keys of another one.
-
-    A rank adds its own, at `own` of a message of `count` tokens, to those that come from the ranks before it, at
-    `earlier` (None: all of it, in order; `has_earlier` says whether any come).
-    """
-
-    count: int
-    own: Tensor | None
-    earlier: Tensor | None = None
-    has_earlier: bool = False
+    @property
+    def part(self) -> slice:
+        """Where a receiver puts the tokens."""
+        return slice(self.start, self.start + self.count)
 
 
 @dataclass
 class RingStep:
-    """What a rank does in step t: it computes with keys of rank + t, while messages travel.
+    """What a rank does in step t: it computes with the keys that it sees of rank + t, while messages travel.
 
     sends and receives carry keys for step t + 1. grad_sends and grad_receives carry gradients of what was computed
     before step t, either to the rank that computes with those keys in this step, or home.
@@ -158,7 +154,6 @@ class RingStep:
 
     owner: int
     block: Block | None = None
-    grads: GradReturn | None = None
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     grad_sends: list[Message] = field(default_factory=list)
@@ -167,10 +162,10 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """One rank's part of the ring: the keys of rank o visit o - 1, o - 2, ... as far as they are needed.
+    """One rank's part of the ring: the keys of rank o go to o - 1, o - 2, ..., each to those that see it.
 
-    The ranks after the last turn see only early keys of a causal row, so that in this direction less and less travels.
-    A rank that sees none of the keys is passed over. Gradients follow the keys, from rank to rank and home.
+    A rank that does not see a key is passed over, so that no key travels in vain; where all see it, keys go from
+    neighbour to neighbour. Gradients take the same way, and from the last stop of their key home.
     """
 
     steps: Sequence[RingStep]
@@ -231,20 +226,19 @@ class Needs:
     def block(self, rank: int, owners: Sequence[int], message: Tensor | None) -> Block | None:
         """What `rank` computes with its keys of `owners`; None where it sees none.
 
-        They lie in a message of the tokens `message` of the one owner, or (None) of what it sees of each, in turn.
+        message: the tokens of the one owner in the order in which they lie; None: ascending, owner by owner.
         """
         wanted = [self.of(rank, owner) for owner in owners]
         if not sum(map(len, wanted)):
             return None
         n, b = self.sight.places.shape[1:]
         flat = [self.sight.places[owner].t().flatten() for owner in owners]
+        wanted = wanted if message is None else [message]
         place = torch.cat([places[want] for places, want in zip(flat, wanted, strict=True)])
         row = torch.cat(wanted) // n
-        number = torch.arange(len(place)) if message is None else torch.searchsorted(message, wanted[0])
-        size = len(place) if message is None else len(message)
         mine = torch.zeros_like(self.seen[rank])
         mine[place, row] = True
-        return _block(self.sight.queries(rank, mine), row, place, number, size, b)
+        return _block(self.sight.queries(rank, mine), row, place, b)
 
     def route(self, owner: int) -> list[int]:
         """The distances of the ranks that see keys of `owner`, in the order of the ring."""
@@ -252,21 +246,20 @@ class Needs:
         return [j for j in range(1, ranks) if len(self.of((owner - j) % ranks, owner))]
 
 
-def _block(queries: slice, row: Tensor, place: Tensor, number: Tensor, size: int, num_rows: int) -> Block:
-    """Keys (row, place), the `number`s of a message of `size`, as a grid [m, b]."""
-    order = (row * (int(place.max()) + 1) + place).argsort()
-    row, place, number = row[order], place[order], number[order]
+def _block(queries: slice, row: Tensor, place: Tensor, num_rows: int) -> Block:
+    """Keys (row, place), in the order of a message, as a grid [m, b]."""
+    number = (row * (int(place.max()) + 1) + place).argsort()
+    row, place = row[number], place[number]
     counts = torch.bincount(row, minlength=num_rows)
     m = int(counts.max())
     slot = row * m + torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     index = torch.zeros(num_rows * m, dtype=torch.int64).index_copy(0, slot, number)
     key = torch.full((num_rows * m,), NEVER).index_copy(0, slot, place)
     full = len(row) == num_rows * m
-    as_it_lies = full and size == len(row) and torch.equal(number, torch.arange(size))
     return Block(
         queries=queries,
         key=key.view(num_rows, m).t(),
-        index=None if as_it_lies else index,
+        index=None if full and torch.equal(number, torch.arange(len(number))) else index,
         real=None if full else slot,
         tokens=number,
     )
@@ -297,45 +290,51 @@ def ring_plan(sight: Sight, rank: int, needs: Needs | None = None) -> RingPlan:
     return RingPlan(steps[: 1 if ranks == 1 else None])
 
 
+_HOME = -1
+
+
 def _travel(steps: list[RingStep], needs: Needs, owner: int, rank: int) -> None:
     """Writes into `steps` what `rank` has to do with the keys of `owner`."""
     ranks = needs.sight.num_ranks
     route = needs.route(owner)
-    place = (owner - rank) % ranks
-    if not route or (place and place not in route):
+    distance = (owner - rank) % ranks
+    if not route or (distance and distance not in route):
         return
-    visits = [needs.of((owner - j) % ranks, owner) for j in route]
-    ahead = [_union(visits[i:]) for i in range(len(route))]  # what arrives at each stop
-    so_far = [_union(visits[: i + 1]) for i in range(len(route))]  # what has a gradient after each stop
+    me = route.index(distance) if distance else _HOME
+    held = torch.arange(needs.sight.places[0].numel())  # of what this rank holds, in order
+    latest = torch.full_like(held, _HOME)  # where each token was last
 
     def peer(stop: int) -> int:
-        return (owner - (route[stop] if stop >= 0 else 0)) % ranks
+        return (owner - (route[stop] if stop != _HOME else 0)) % ranks
 
-    at = route.index(place) if place else -1
-    held = ahead[at] if place else torch.arange(needs.sight.places[0].numel())
-    if at + 1 < len(route):
-        after = ahead[at + 1]
-        step = steps[route[at + 1] - 1]
-        step.sends.append(Message(peer(at + 1), owner, len(after), _within(after, held)))
-    if not place:
-        home = so_far[-1]
-        message = Message(peer(len(route) - 1), owner, len(home), _within(home, held))
-        steps[route[-1] + 1].grad_receives.append(message)
-        return
-    steps[place - 1].receives.append(Message(peer(at - 1), owner, len(held)))
-    steps[place].block = needs.block(rank, [owner], held)
-    earlier = so_far[at - 1] if at else None
-    if earlier is not None:
-        steps[place].grad_receives.append(Message(peer(at - 1), owner, len(earlier)))
-    steps[place].grads = GradReturn(
-        count=len(so_far[at]),
-        own=_within(visits[at], so_far[at]),
-        earlier=None if earlier is None else _within(earlier, so_far[at]),
-        has_earlier=earlier is not None,
-    )
-    last = at + 1 == len(route)
-    boundary = place + 1 if last else route[at + 1]
-    steps[boundary].grad_sends.append(Message(owner if last else peer(at + 1), owner, len(so_far[at])))
+    for stop, step in enumerate(route):
+        tokens = needs.of(peer(stop), owner)
+        groups = [(source, tokens[latest[tokens] == source]) for source in latest[tokens].unique().tolist()]
+        latest[tokens] = stop
+        if stop == me:
+            held = torch.cat([group for _, group in groups])
+            steps[step].block = needs.block(rank, [owner], held)
+            start = 0
+            for source, group in groups:
+                message = Message(peer=peer(source), owner=owner, count=len(group), start=start)
+                steps[step - 1].receives.append(message)
+                if source != _HOME:
+                    steps[step].grad_receives.append(message)
+                start += len(group)
+        for source, group in groups:
+            if source == me:
+                message = Message(peer=peer(stop), owner=owner, count=len(group), index=_within(group, held))
+                steps[step - 1].sends.append(message)
+                if me != _HOME:
+                    steps[step].grad_sends.append(message)
+    for stop, step in enumerate(route):
+        if me not in (stop, _HOME):
+            continue
+        group = (latest == stop).nonzero().flatten()
+        if len(group):
+            to = peer(stop) if me == _HOME else owner
+            message = Message(peer=to, owner=owner, count=len(group), index=_within(group, held))
+            (steps[step + 1].grad_receives if me == _HOME else steps[step + 1].grad_sends).append(message)
 
 
 def gather_plan(sight: Sight, rank: int, needs: Needs | None = None) -> GatherPlan:
@@ -367,11 +366,9 @@ def _skip(block: Block, start: int, count: int) -> Block:
     return replace(block, index=index, tokens=tokens)
 
 
-def _union(parts: Sequence[Tensor]) -> Tensor:
-    """The ascending numbers that are in any of the ascending `parts`."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts)).unique()
-
-
 def _within(part: Tensor, whole: Tensor) -> Tensor | None:
-    """Where the numbers of `part` stand in `whole`; None if they are the same."""
-    return None if len(part) == len(whole) else torch.searchsorted(whole, part)
+    """Where the tokens of `part` stand in `whole`; None if they are the same, in the same order."""
+    if torch.equal(part, whole):
+        return None
+    order = whole.argsort()
+    return order[torch.searchsorted(whole[order], part)]
