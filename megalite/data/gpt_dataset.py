@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 class Sample(NamedTuple):
     """One row: tokens, labels, positions int64 [seq_len], loss_mask float32 [seq_len] (1 where the label counts).
 
-    token_mask: bool [seq_len], False on padding (None: there is none). `loss_mask` and `positions` may be shared
-    between samples and read-only; copy them before a change.
+    token_mask: bool [seq_len], False on padding (None: there is none). documents: int64 [seq_len], the place at which
+    the document of each token begins (None: attention does not stop at documents). `loss_mask` and `positions` may
+    be shared between samples and read-only; copy them before a change.
     """
 
     tokens: NDArray[np.int64]
@@ -29,6 +30,7 @@ class Sample(NamedTuple):
     loss_mask: NDArray[np.float32]
     positions: NDArray[np.int64]
     token_mask: NDArray[np.bool_] | None = None
+    documents: NDArray[np.int64] | None = None
 
 
 class SampleSource(Protocol):
