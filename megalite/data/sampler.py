@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.batch import MicroBatch
-from megalite.data.gpt_dataset import Sample, SampleSource
+from megalite.data.rows import Sample, SampleSource
 
 FINGERPRINT_MODULUS = 1 << 48
 """Fingerprints are added modulo this, so that int64 sums over 32768 ranks and JSON readers stay exact."""

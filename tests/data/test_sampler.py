@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data.gpt_dataset import GPTDataset, Sample
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset
+from megalite.data.rows import Sample
 from megalite.data.sampler import GlobalBatches, PackedDocuments, RaggedMasks, fold_fingerprint
 from tests.data.reference import EOD, GOLDEN, prefix
 
@@ -53,7 +54,8 @@ def test_the_global_batch_does_not_depend_on_the_layout(dp: int, mbs: int) -> No
         assert {len(batch.microbatches) for batch in loaded} == {ranks[0].num_microbatches}
         order = itertools.chain.from_iterable(zip(*(batch.microbatches for batch in loaded), strict=True))
         rows = [(int(n), mb.tokens[:, i].tolist()) for mb in order for i, n in enumerate(mb.samples)]
-        valid, fingerprint = torch.stack([batch.totals() for batch in loaded]).sum(0).tolist()
+        valid, tokens, fingerprint = torch.stack([batch.totals() for batch in loaded]).sum(0).tolist()
+        assert tokens == 12 * 16
         return rows, valid, fold_fingerprint(fingerprint)
 
     prints = set()
