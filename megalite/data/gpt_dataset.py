@@ -65,10 +65,8 @@ class GPTDataset(DocumentRows):
             raise ValueError(f"data.seq_len={seq_len} must be at least 1")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed {seed} must be between 0 and {2**32 - 1}")
-        if eod_mask_loss and eod is None:
-            raise ValueError("eod_mask_loss needs the id that ends a document; name the tokenizer")
         rules = DocumentRules(
-            reset_attention=reset_attention, reset_positions=reset_positions, masked_eod=eod if eod_mask_loss else None
+            eod=eod, eod_mask_loss=eod_mask_loss, reset_attention=reset_attention, reset_positions=reset_positions
         )
         super().__init__(source, seq_len=seq_len, rules=rules, extra=int(extra_token), vocab_size=vocab_size)
         self.split_name = split_name

@@ -39,14 +39,20 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRules:
-    """What the ends of documents mean inside a row."""
+    """What the ends of documents mean inside a row; ValueError when `eod_mask_loss` has no `eod` to look for."""
 
     reset_attention: bool = False
     """Attention stays inside a document; its last label, the first token of the next one, does not count."""
     reset_positions: bool = False
     """Positions restart at each document."""
-    masked_eod: int | None = None
-    """The id after which a label does not count (None: it counts)."""
+    eod: int | None = None
+    """The id that ends a document, where it is known."""
+    eod_mask_loss: bool = False
+    """The label after an `eod` does not count."""
+
+    def __post_init__(self) -> None:
+        if self.eod_mask_loss and self.eod is None:
+            raise ValueError("eod_mask_loss needs the id that ends a document; name the tokenizer")
 
 
 class Piece(NamedTuple):
@@ -129,7 +135,8 @@ class DocumentRows(ABC):
 
     def _loss_mask(self, tokens: NDArray[np.int64], known: int, starts: list[int]) -> NDArray[np.float32]:
         """Which labels count, of which the first `known` are there; `starts` may name the place after the row."""
-        eod, ends = self.rules.masked_eod, self.rules.reset_attention and len(starts) > 1
+        eod = self.rules.eod if self.rules.eod_mask_loss else None
+        ends = self.rules.reset_attention and len(starts) > 1
         if known >= self.seq_len and eod is None and not ends:
             return self._full_mask
         mask = self._full_mask.copy()
