@@ -12,7 +12,7 @@ from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
 from megalite.mpu import RankGrid
-from megalite.nn.config import ModelConfig, pattern_problem
+from megalite.nn.config import ModelConfig, pattern_problem, rope_problems
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
 from megalite.pipeline.partition import partition
@@ -96,8 +96,6 @@ def _model_problems(model: ModelConfig) -> list[str]:
             f"model.hidden_size={model.hidden_size} is not divisible by num_heads={model.num_heads};"
             f" {_nearest(model.hidden_size, model.num_heads, 'hidden_size')}, or set head_dim"
         )
-    elif model.name != "gpt2" and model.head_size % 2:
-        found.append(f"model.head_dim={model.head_size} must be even: rotary positions turn pairs of features")
     if model.num_heads % model.kv_heads:
         found.append(
             f"model.num_heads={model.num_heads} is not divisible by num_kv_heads={model.kv_heads};"
@@ -109,8 +107,8 @@ def _model_problems(model: ModelConfig) -> list[str]:
     for name in ("norm_eps", "z_loss", "init_std"):
         if not 0 <= getattr(model, name) < math.inf:
             found.append(f"model.{name}={getattr(model, name)} must be finite and at least 0")
-    if not 0 < model.rope_theta < math.inf:
-        found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
+    if model.name != "gpt2":
+        found += rope_problems(model)
     if model.vocab_size < 2 and model.label_smoothing > 0:
         found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
     return found + _operator_problems(model)
