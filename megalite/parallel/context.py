@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.batch import MicroBatch
 from megalite.mpu import Axis
-from megalite.parallel.context_balance import deal_row, zigzag
+from megalite.parallel.context_balance import TOLERANCE, TOLERANCE_OF_ONE, deal_row, zigzag
 from megalite.parallel.context_plan import Sight
 
 
@@ -115,8 +115,11 @@ def row_places(batch: MicroBatch, cp: int, window: int = 0) -> Tensor:
     if batch.documents is None:
         return zigzag(length, cp)[..., None].expand(cp, -1, rows).contiguous()
     starts = batch.documents.cpu().expand(length, rows)
-    cuts = [
-        zigzag(length, cp) if not starts[: batch.row_length, row].any() else deal_row(starts[:, row], cp, window)
-        for row in range(rows)
-    ]
-    return torch.stack(cuts, -1)
+    return torch.stack([_cut_row(starts[:, row], batch.row_length, cp, window) for row in range(rows)], -1)
+
+
+def _cut_row(starts: Tensor, real: int, cp: int, window: int) -> Tensor:
+    """int64 [cp, s / cp] of one row, of which `real` tokens are no padding."""
+    if not starts.any():
+        return zigzag(len(starts), cp)
+    return deal_row(starts, cp, window, TOLERANCE if starts[:real].any() else TOLERANCE_OF_ONE)

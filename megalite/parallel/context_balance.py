@@ -16,7 +16,9 @@ from torch import Tensor
 from megalite.parallel.context_plan import Needs, Sight
 
 TOLERANCE = 0.05
-"""Imbalance up to which a cut that sends less is preferred."""
+"""Imbalance of packed rows up to which a cut that sends less is preferred."""
+TOLERANCE_OF_ONE = 0.02
+"""The same for a row of one document and padding."""
 FINE = 0.01
 """Imbalance at which blocks are small enough."""
 MAX_BLOCKS = 64
@@ -34,16 +36,16 @@ def zigzag(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
     return torch.stack([torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])) for rank in range(cp)])
 
 
-def deal_row(starts: Tensor, cp: int, window: int = 0) -> Tensor:
+def deal_row(starts: Tensor, cp: int, window: int = 0, tolerance: float = TOLERANCE) -> Tensor:
     """int64 [cp, s / cp]: the places of each rank in a row whose documents begin at `starts`, int64 [s].
 
-    Of the cuts that are even to TOLERANCE, the one that sends the fewest keys; else the most even one.
+    Of the cuts that are even to `tolerance`, the one that sends the fewest keys; else the most even one.
     """
     best, best_score = None, (True, 0.0)
     for places in _cuts(starts, cp, window):
         sight = Sight.causal(places[..., None], starts[:, None], window)
         uneven = imbalance(sight.num_pairs)
-        score = (False, float(_keys_sent(sight))) if uneven <= TOLERANCE else (True, uneven)
+        score = (False, float(_keys_sent(sight))) if uneven <= tolerance else (True, uneven)
         if best is None or score < best_score:
             best, best_score = places, score
     assert best is not None
