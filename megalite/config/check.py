@@ -12,7 +12,7 @@ from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
 from megalite.mpu import RankGrid
-from megalite.nn.config import ModelConfig, pattern_problem
+from megalite.nn.config import ModelConfig, pattern_problem, rope_problems
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
 from megalite.pipeline.partition import partition
@@ -62,8 +62,6 @@ def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
     parallel = config.parallel
     found: list[str] = []
-    if parallel.cp > 1:
-        found.append(f"parallel.cp={parallel.cp}: context parallelism is not built yet; use 1")
     if parallel.zero != 0:
         found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
@@ -98,8 +96,6 @@ def _model_problems(model: ModelConfig) -> list[str]:
             f"model.hidden_size={model.hidden_size} is not divisible by num_heads={model.num_heads};"
             f" {_nearest(model.hidden_size, model.num_heads, 'hidden_size')}, or set head_dim"
         )
-    elif model.name != "gpt2" and model.head_size % 2:
-        found.append(f"model.head_dim={model.head_size} must be even: rotary positions turn pairs of features")
     if model.num_heads % model.kv_heads:
         found.append(
             f"model.num_heads={model.num_heads} is not divisible by num_kv_heads={model.kv_heads};"
@@ -111,8 +107,8 @@ def _model_problems(model: ModelConfig) -> list[str]:
     for name in ("norm_eps", "z_loss", "init_std"):
         if not 0 <= getattr(model, name) < math.inf:
             found.append(f"model.{name}={getattr(model, name)} must be finite and at least 0")
-    if not 0 < model.rope_theta < math.inf:
-        found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
+    if model.name != "gpt2":
+        found += rope_problems(model)
     if model.vocab_size < 2 and model.label_smoothing > 0:
         found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
     return found + _operator_problems(model)
@@ -158,12 +154,13 @@ def _cut_problems(config: Config) -> list[str]:
         )
     if model.vocab_size < tp:
         found.append(f"model.vocab_size={model.vocab_size} is less than parallel.tp={tp}: a rank would hold no row")
-    seq_len = config.data.seq_len
-    if parallel.sequence_parallel and seq_len % tp:
+    heads, exchanged = model.num_heads // tp, parallel.head_exchange_size
+    if exchanged > 1 and model.num_heads % tp == 0 and heads % exchanged:
         found.append(
-            f"data.seq_len={seq_len} is not divisible by parallel.tp={tp} under sequence_parallel;"
-            f" {_nearest(seq_len, tp, 'seq_len')}"
+            f"parallel.cp_mode={parallel.cp_mode} exchanges the {heads} heads of a rank (num_heads={model.num_heads} /"
+            f" tp={tp}) over {exchanged} ranks, which must divide them: they can be {divisors(heads)}; or use ring"
         )
+    seq_len = config.data.seq_len
     if model.name == "gpt2" and seq_len > model.max_positions:
         found.append(
             f"data.seq_len={seq_len} is longer than model.max_positions={model.max_positions}, the learned positions;"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.cache import Arrays, cached_arrays, key_of
-from megalite.data.gpt_dataset import Sample, SampleSource
+from megalite.data.rows import Sample, SampleSource
 
 SURPLUS = 0.005
 """Extra share of samples built for each dataset, so that the greedy order never overruns one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from megalite.data.blended import SURPLUS, BlendedDataset, blend_targets
 from megalite.data.cache import build_once, default_directory, key_of
 from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import DEMO_VOCAB_SIZE, prepare_demo
-from megalite.data.gpt_dataset import GPTDataset, SampleSource
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.gpt_index import split_ranges
 from megalite.data.indexed import FormatError, IndexedDataset, strip_suffix
+from megalite.data.packed_dataset import PackedDataset
 from megalite.data.preprocess import TEXT_SUFFIXES, TextOptions, preprocess
+from megalite.data.rows import DocumentRules, SampleSource
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 
 DEMO_NAME = "embedded demo"
@@ -102,8 +104,14 @@ def build_datasets(
         validation=validation,
         tokenizer=tokenizer,
         summary=[*builder.summary, f"tokenizer: {named or 'not recorded with the data'}"],
-        fingerprint=key_of({"records": [s.record for s in sources]}, *(d.lengths for d in data)),
+        fingerprint=key_of({"records": [s.record for s in sources]} | _packing(config), *(d.lengths for d in data)),
     )
+
+
+def _packing(config: DataConfig) -> dict[str, Any]:
+    """What the packing settings add to the fingerprint of the data; nothing where they are the plain ones."""
+    settings = {name: getattr(config, name) for name in ("pack", "reset_attention", "reset_positions")}
+    return settings if any(value != getattr(DataConfig(), name) for name, value in settings.items()) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +120,16 @@ class _Builder:
     sources: list[_Source]
     seed: int
     index_dir: Path
+    reports: dict[str, list[str]] = field(default_factory=dict)
+    """What the datasets of each part say of their rows."""
 
     @property
     def summary(self) -> list[str]:
-        """One line for each source."""
-        return [
+        """One line for each source and, where documents matter inside a row, for each training dataset."""
+        sizes = [
             f"{s.name}: {len(s.data)} sequences, {s.data.num_tokens} tokens ({s.data.dtype.name})" for s in self.sources
         ]
+        return sizes + (self.reports["train"] if _packing(self.config) else [])
 
     def build(self, part: int, name: str, num_samples: int | None) -> SampleSource | None:
         """The dataset of one part of the split; an empty part is an error in training and a warning elsewhere."""
@@ -155,20 +166,30 @@ class _Builder:
         size = sum(blend_targets(shares, num_samples))
         return BlendedDataset(parts, shares, size, cache_dir=self.index_dir)
 
-    def _dataset(self, i: int, sequences: tuple[int, int], name: str, num_samples: int | None) -> GPTDataset:
-        source = self.sources[i]
-        return GPTDataset(
-            source.data,
-            seq_len=self.config.seq_len,
-            seed=self.seed,
-            num_samples=num_samples,
-            sequences=sequences,
-            split_name=name,
+    def _dataset(
+        self, i: int, sequences: tuple[int, int], name: str, num_samples: int | None
+    ) -> GPTDataset | PackedDataset:
+        dataset = self._rows(self.sources[i], sequences, name, num_samples)
+        self.reports.setdefault(name, []).append(f"{self.sources[i].name}: {dataset.report}")
+        return dataset
+
+    def _rows(
+        self, source: _Source, sequences: tuple[int, int], name: str, num_samples: int | None
+    ) -> GPTDataset | PackedDataset:
+        config = self.config
+        rules = DocumentRules(
+            reset_attention=config.reset_attention,
+            reset_positions=config.reset_positions,
             eod=source.eod,
-            eod_mask_loss=self.config.eod_mask_loss,
-            vocab_size=source.checked_vocab,
-            cache_dir=self.index_dir,
+            eod_mask_loss=config.eod_mask_loss,
         )
+        settings: dict[str, Any] = {
+            "seq_len": config.seq_len, "seed": self.seed, "num_samples": num_samples, "sequences": sequences,
+            "split_name": name, "vocab_size": source.checked_vocab, "cache_dir": self.index_dir,
+        }  # fmt: skip
+        if config.pack == "concat":
+            return GPTDataset(source.data, **vars(rules), **settings)
+        return PackedDataset(source.data, pack=config.pack, rules=rules, **settings)
 
 
 def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[list[str], _Named | None]:

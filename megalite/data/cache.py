@@ -38,9 +38,9 @@ def key_of(settings: Mapping[str, Any], *arrays: NDArray[Any]) -> str:
 
 
 def cached_arrays(
-    directory: Path | None, key: str, shapes: Mapping[str, tuple[int, ...]], build: Callable[[], Arrays]
+    directory: Path | None, key: str, shapes: Mapping[str, tuple[int | None, ...]], build: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays of `build`, memory-mapped from `directory` when they are there with these shapes.
+    """The arrays of `build`, memory-mapped from `directory` when they are there with these shapes (None: any size).
 
     Nobody waits for anybody: a process that finds nothing (or a damaged file) computes all arrays and renames each
     into place; what other processes rename at the same time has the same bytes. Failing to write is only logged.
@@ -50,7 +50,7 @@ def cached_arrays(
     paths = {name: directory / f"{key}-{name}.npy" for name in shapes}
     try:
         arrays: Arrays = {name: np.load(path, mmap_mode="r").view(np.ndarray) for name, path in paths.items()}
-        if all(arrays[name].shape == tuple(shape) for name, shape in shapes.items()):
+        if all(_fits(arrays[name].shape, shape) for name, shape in shapes.items()):
             return arrays
         log.warning("%s holds arrays of other shapes; building them again", paths)
     except FileNotFoundError:
@@ -65,6 +65,10 @@ def cached_arrays(
     except OSError as error:
         log.warning("the index could not be cached in %s: %s", directory, error)
     return arrays
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(w in (None, n) for n, w in zip(shape, wanted, strict=True))
 
 
 def _save(path: Path, values: NDArray[Any]) -> None:

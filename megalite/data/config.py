@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
 
 from megalite.data.blended import normalise_weights
 from megalite.data.gpt_index import split_ranges
@@ -32,12 +33,13 @@ class DataConfig:
     """Leave out the loss of the first token after the end of a document."""
     cache_dir: str = ""
     """Where tokenised text and index files are kept; by default ~/.cache/megalite."""
-    pack: str = "concat"
-    """How documents fill a sample; only concat (end to end) is built."""
+    pack: Literal["concat", "best_fit", "none"] = "concat"
+    """How documents fill a sample: concat lays them end to end and cuts every seq_len tokens; best_fit packs whole
+    documents into rows (longer ones are cut), the rest is padding; none is one document a row, cut and padded."""
     reset_attention: bool = False
-    """Keep attention inside a document (not built yet)."""
+    """Keep attention (and short convolutions) inside a document; the first token of a document is then no label."""
     reset_positions: bool = False
-    """Restart positions at each document (not built yet)."""
+    """Restart positions at each document of a sample."""
 
 
 def problems(config: DataConfig) -> list[str]:
@@ -55,9 +57,7 @@ def problems(config: DataConfig) -> list[str]:
             normalise_weights(config.blend)
     except ValueError as error:
         found.append(str(error))
-    if config.pack != "concat":
-        found.append(f"data.pack={config.pack!r} is not available; it can be 'concat'")
-    for name in ("reset_attention", "reset_positions"):
-        if getattr(config, name):
-            found.append(f"data.{name}=True is not available yet; it can be False")
+    packs = get_args(get_type_hints(DataConfig)["pack"])
+    if config.pack not in packs:
+        found.append(f"data.pack={config.pack!r} is not a way to pack; it can be {', '.join(packs)}")
     return found

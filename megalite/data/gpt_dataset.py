@@ -3,51 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, key_of
 from megalite.data.gpt_index import IndexPlan, build_index, plan_index
-from megalite.data.indexed import FormatError, IndexedDataset
+from megalite.data.indexed import IndexedDataset
+from megalite.data.rows import DocumentRows, DocumentRules, Piece, Sample, SampleSource
+
+__all__ = ["GPTDataset", "Sample", "SampleSource"]
 
 INDEX_VERSION = 1
 log = logging.getLogger(__name__)
 
 
-class Sample(NamedTuple):
-    """One row: tokens, labels, positions int64 [seq_len], loss_mask float32 [seq_len] (1 where the label counts).
-
-    token_mask: bool [seq_len], False on padding (None: there is none). `loss_mask` and `positions` may be shared
-    between samples and read-only; copy them before a change.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-    positions: NDArray[np.int64]
-    token_mask: NDArray[np.bool_] | None = None
-
-
-class SampleSource(Protocol):
-    """Anything that a sampler can draw rows from."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> Sample: ...
-
-
-class GPTDataset:
+class GPTDataset(DocumentRows):
     """Samples of `seq_len` tokens with their shifted labels, in Megatron-core's order for the same settings.
 
     The sequences `sequences[0]` to `sequences[1] - 1` of `source` (default: all) are shuffled, laid end to end for as
     many epochs as `num_samples` needs (None: one), cut every `seq_len` tokens, and the samples shuffled again;
     all from RandomState(seed). `len(dataset)` counts whole epochs, so it can exceed `num_samples`.
 
-    Padding (only in a partial last sample, see `keep_partial`) is masked by place, never by value. `eod_mask_loss`
-    leaves out the prediction that follows an `eod` input. `extra_token=False` is Megatron's
+    Only a partial last sample has padding (see `keep_partial`), masked by place, never by value. `eod_mask_loss`
+    leaves out the prediction that follows an `eod` input. `reset_attention` and `reset_positions` keep the documents of
+    a sample apart (see DocumentRules); where they end is known from the index, not from ids, and a document that
+    goes on from the sample before begins at place 0. `extra_token=False` is Megatron's
     add_extra_token_to_sequence off: labels come from inside the sample and its last one is masked. With
     `vocab_size` each row read is checked (FormatError).
 
@@ -72,6 +56,8 @@ class GPTDataset:
         keep_partial: bool = False,
         eod: int | None = None,
         eod_mask_loss: bool = False,
+        reset_attention: bool = False,
+        reset_positions: bool = False,
         vocab_size: int | None = None,
         cache_dir: Path | None = None,
     ):
@@ -79,12 +65,12 @@ class GPTDataset:
             raise ValueError(f"data.seq_len={seq_len} must be at least 1")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed {seed} must be between 0 and {2**32 - 1}")
-        if eod_mask_loss and eod is None:
-            raise ValueError("eod_mask_loss needs the id that ends a document; name the tokenizer")
-        self.source, self.seq_len, self.split_name = source, seq_len, split_name
+        rules = DocumentRules(
+            eod=eod, eod_mask_loss=eod_mask_loss, reset_attention=reset_attention, reset_positions=reset_positions
+        )
+        super().__init__(source, seq_len=seq_len, rules=rules, extra=int(extra_token), vocab_size=vocab_size)
+        self.split_name = split_name
         self.first, self.last = sequences if sequences is not None else (0, len(source))
-        self._vocab_size = vocab_size
-        self._masked_eod = eod if eod_mask_loss else None
         lengths = source.lengths[self.first : self.last]
         tokens = int(lengths.sum(dtype=np.int64))
         if tokens == 0:
@@ -98,8 +84,6 @@ class GPTDataset:
         )
         self._check_size(num_samples)
         self.documents, self.samples, self.shuffle = self._index(lengths, seed, cache_dir)
-        self._positions = _frozen(np.arange(seq_len, dtype=np.int64))
-        self._full_mask = _frozen(np.ones(seq_len, dtype=np.float32))
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -149,49 +133,20 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.plan.num_samples
 
-    def __getitem__(self, i: int) -> Sample:
+    def pieces(self, i: int) -> Iterator[Piece]:
+        """The run of sequences that sample i reads; IndexError beyond the last sample."""
         if not 0 <= i < self.plan.num_samples:
             raise IndexError(f"sample {i} of {self.plan.num_samples} in the {self.split_name} split")
-        row, count = self.read(i)
-        size = self.seq_len
-        if self.plan.extra:
-            tokens, labels = row[:size], row[1:]
-        else:
-            tokens, labels = row, np.append(row[1:], 0)
-        return Sample(tokens, labels, self._mask(tokens, count), self._positions)
-
-    def read(self, i: int) -> tuple[NDArray[np.int64], int]:
-        """The int64 tokens of sample i, [seq_len + extra token], zero-padded, and how many of them are real."""
         j = int(self.shuffle[i])
         (first, begin), (last, end) = self.samples[j : j + 2].tolist()
-        extra = self.plan.extra
-        row = np.zeros(self.seq_len + extra, dtype=np.int64)
-        count = 0
-        for place, document in enumerate(self.documents[first : last + 1].tolist(), start=first):
-            length = None if place < last else end + extra - begin
-            part = self.source.get(document, begin, length)
-            row[count : count + len(part)] = part
-            count += len(part)
+        for place, sequence in enumerate(self.documents[first : last + 1].tolist(), start=first):
+            stop = int(self.source.lengths[sequence]) if place < last else end + self.extra
+            yield Piece(sequence, begin, stop - begin)
             begin = 0
-        # Seen as unsigned, a negative id is large too.
-        if self._vocab_size is not None and int(row.view(np.uint64).max()) >= self._vocab_size:
-            raise FormatError(
-                f"{self.source.prefix} has token id {row[row.view(np.uint64).argmax()]} in sample {i}, but the"
-                f" vocabulary has {self._vocab_size} entries; is it the right tokenizer?"
-            )
-        return row, count
 
-    def _mask(self, tokens: NDArray[np.int64], count: int) -> NDArray[np.float32]:
-        real = count - 1  # the label of the last real token is unknown
-        if real >= self.seq_len and self._masked_eod is None:
-            return self._full_mask
-        mask = self._full_mask.copy()
-        mask[real:] = 0.0
-        if self._masked_eod is not None:
-            mask[tokens == self._masked_eod] = 0.0
-        return mask
-
-
-def _frozen(values: NDArray[Any]) -> NDArray[Any]:
-    values.flags.writeable = False
-    return values
+    @property
+    def report(self) -> str:
+        """How documents fill the samples, for people."""
+        spans = self.samples[1:, 0].astype(np.int64) - self.samples[:-1, 0] + 1
+        each = float(spans.mean()) if len(spans) else 0.0
+        return f"{len(self)} rows of {self.seq_len} tokens, end to end: {each:.1f} documents a row, no padding"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.batch import MicroBatch
-from megalite.data.gpt_dataset import Sample, SampleSource
+from megalite.data.rows import Sample, SampleSource
 
 FINGERPRINT_MODULUS = 1 << 48
 """Fingerprints are added modulo this, so that int64 sums over 32768 ranks and JSON readers stay exact."""
@@ -118,6 +119,7 @@ class GlobalBatches:
             samples=torch.from_numpy(numbers.copy()),
             step=step,
             token_mask=_token_mask(samples),
+            documents=_documents(samples),
             index=index,
         )
         hashes = (sample_hash(number, sample) for number, sample in zip(numbers.tolist(), samples, strict=True))
@@ -131,6 +133,15 @@ def _token_mask(samples: list[Sample]) -> Tensor | None:
         return None
     whole = np.ones(len(samples[0].tokens), dtype=np.bool_)
     return _columns([whole if mask is None else mask for mask in masks])
+
+
+def _documents(samples: list[Sample]) -> Tensor | None:
+    """[s, b], or None where every row is one document."""
+    starts = [s.documents for s in samples]
+    if all(start is None for start in starts):
+        return None
+    one = np.zeros(len(samples[0].tokens), dtype=np.int64)
+    return _columns([one if start is None else start for start in starts])
 
 
 def _num_tokens(batch: MicroBatch) -> int:
@@ -177,3 +188,39 @@ class RaggedMasks:
             tokens = np.arange(size) < size - padding // 4 % size
             mask[~tokens] = 0.0
         return sample._replace(loss_mask=mask, token_mask=tokens)
+
+
+class PackedDocuments:
+    """A dataset whose rows are cut into documents of odd lengths: a tool for proofs that attention stays inside them.
+
+    The lengths of a row are drawn from `lengths` by (seed, sample) alone; the last document is cut where the row ends,
+    and one row in eight is a single document. Positions restart, and the last label of a document, which is
+    the next one's first token, does not count. Goes inside RaggedMasks.
+    """
+
+    def __init__(self, dataset: SampleSource, seed: int, lengths: Sequence[int] = (1, 2, 3, 7, 13, 64)):
+        assert lengths and min(lengths) >= 1, f"lengths of documents: {lengths}"
+        self.dataset, self.seed, self.lengths = dataset, seed, tuple(lengths)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        sample = self.dataset[i]
+        starts = self._starts(i, len(sample.tokens))
+        lengths = np.diff(starts, append=len(sample.tokens))
+        documents = np.repeat(starts, lengths)
+        mask = sample.loss_mask.copy()
+        mask[starts[1:] - 1] = 0.0
+        return sample._replace(
+            documents=documents, positions=np.arange(len(documents), dtype=np.int64) - documents, loss_mask=mask
+        )
+
+    def _starts(self, i: int, size: int) -> NDArray[np.int64]:
+        """Where the documents of row i begin."""
+        digest = hashlib.blake2b(f"{self.seed} documents {i}".encode(), digest_size=8).digest()
+        random = np.random.RandomState(np.frombuffer(digest, dtype=np.uint32))
+        if random.randint(8) == 0:
+            return np.zeros(1, dtype=np.int64)
+        ends = np.cumsum(random.choice(self.lengths, size=size))
+        return np.concatenate(([0], ends[ends < size])).astype(np.int64)

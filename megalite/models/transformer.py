@@ -18,7 +18,7 @@ from megalite.kernels.dropout import bias_dropout_add, dropout, dropout_key
 from megalite.kernels.rope import rope_tables
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
-from megalite.nn.config import ModelConfig
+from megalite.nn.config import ModelConfig, rope_problems
 from megalite.nn.context import EMBEDDING_SITE, Context, Site, layer_site
 from megalite.nn.mlp import ParallelMLP
 from megalite.nn.moe import MoELayer
@@ -114,8 +114,8 @@ class Transformer(nn.Module):
         super().__init__()
         stage = stage if stage is not None else StageSpec(0, 1, range(config.num_layers))
         kernels = kernels if kernels is not None else KernelConfig()
-        if self.rotary_positions and config.head_size % 2:
-            raise ValueError(f"head_dim={config.head_size} must be even: rotary positions turn pairs of features")
+        if self.rotary_positions and (problems := rope_problems(config)):
+            raise ValueError("\n".join(problems))
         self.config, self.mpu, self.stage, self.recompute, self.seed = config, mpu, stage, recompute, seed
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.queue = WeightGradQueue()
@@ -199,7 +199,8 @@ class Transformer(nn.Module):
         rope = None
         if self.rotary_positions:
             wide = torch.promote_types(self.hidden_dtype, torch.float32)
-            rope = rope_tables(batch.positions, self.config.head_size, self.config.rope_theta, wide)
+            config = self.config
+            rope = rope_tables(batch.positions, config.rotary_dim, config.rope_theta, wide, config.rope)
         index = sequence_part(batch.token_index, self.mpu.tp, self.sequence_parallel)
         return Context(
             batch=batch, rows=rows, cut=cut, token_index=index, rope=rope, seed=self.seed, training=self.training

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
+
+from megalite.kernels.rope import RopeKind, RopeScaling
 
 AuxLoss = Literal["none", "sequence", "global", "global_exact", "micro_batch"]
 Routing = Literal["top_k", "sinkhorn", "expert_choice"]
@@ -116,6 +119,33 @@ class ModelConfig(MoEConfig):
     """Epsilon inside the square root of a norm."""
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies."""
+    rope_percent: float = 1.0
+    """Share of a head's features that rotary positions turn, the first ones (partial_rotary_factor)."""
+    rope_scaling: RopeKind = "none"
+    """How rotary frequencies are changed for rows longer than a model was trained on, as in Hugging Face's configs:
+    none, linear, ntk (their dynamic, for one fixed length), yarn or llama3."""
+    rope_factor: float = 1.0
+    """How much longer the rows may be (rope_scaling)."""
+    rope_original_positions: int = 0
+    """Row length that the model was trained on (ntk, yarn, llama3)."""
+    rope_length: int | None = None
+    """Row length that ntk is set for; by default rope_factor x rope_original_positions."""
+    rope_low_freq_factor: float = 1.0
+    """Frequencies that turn fewer times in an original row are divided by rope_factor (llama3)."""
+    rope_high_freq_factor: float = 4.0
+    """Frequencies that turn more times in an original row stay as they are (llama3)."""
+    rope_beta_fast: float = 32.0
+    """Frequencies that turn more times in an original row stay as they are (yarn)."""
+    rope_beta_slow: float = 1.0
+    """Frequencies that turn fewer times in an original row are divided by rope_factor (yarn)."""
+    rope_mscale: float = 0.0
+    """Numerator of the factor on cos and sin, with rope_mscale_all_dim (yarn; 0: 1 + 0.1 ln rope_factor, no ratio)."""
+    rope_mscale_all_dim: float = 0.0
+    """Its denominator (yarn)."""
+    rope_attention_factor: float | None = None
+    """That factor itself (yarn)."""
+    rope_truncate: bool = True
+    """Round the ends of the ramp between kept and divided frequencies to whole features (yarn)."""
     hidden_dropout: float = 0.0
     """Dropout probability on the embedding and on each residual branch."""
     attention_dropout: float = 0.0
@@ -138,6 +168,32 @@ class ModelConfig(MoEConfig):
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
 
     @property
+    def rotary_dim(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.head_size * self.rope_percent)
+
+    @property
+    def rope(self) -> RopeScaling:
+        """What the rope_ fields say of the frequencies."""
+        length = (
+            self.rope_length if self.rope_length is not None else round(self.rope_factor * self.rope_original_positions)
+        )
+        return RopeScaling(
+            kind=self.rope_scaling,
+            factor=self.rope_factor,
+            original_positions=self.rope_original_positions,
+            length=max(length, self.rope_original_positions),
+            low_freq_factor=self.rope_low_freq_factor,
+            high_freq_factor=self.rope_high_freq_factor,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            mscale=self.rope_mscale,
+            mscale_all_dim=self.rope_mscale_all_dim,
+            attention_factor=self.rope_attention_factor,
+            truncate=self.rope_truncate,
+        )
+
+    @property
     def ffn_size(self) -> int:
         """Width of the feed-forward layer."""
         if self.ffn_hidden_size is not None:
@@ -156,3 +212,44 @@ class ModelConfig(MoEConfig):
     def is_attention_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""
         return in_pattern(layer, self.attention_layers)
+
+
+def rope_problems(model: ModelConfig) -> list[str]:
+    """Everything about the rope_ fields that cannot work."""
+    found = []
+    dim, kind = model.rotary_dim, model.rope_scaling
+    if not 0 < model.rope_theta < math.inf:
+        found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
+    if model.rope_percent == 1 and dim % 2:
+        found.append(f"model.head_dim={dim} must be even: rotary positions turn pairs of features")
+    elif not 0 < model.rope_percent <= 1 or dim < 2 or dim % 2:
+        found.append(
+            f"model.rope_percent={model.rope_percent} of a head of {model.head_size} features is {dim};"
+            " rotary positions turn pairs: it must be an even number above 0"
+        )
+    unused = {"rope_factor": 1.0, "rope_original_positions": 0, "rope_length": None}
+    if kind == "none":
+        return found + [
+            f"model.{name}={getattr(model, name)} needs rope_scaling, one of linear, ntk, yarn, llama3"
+            for name, default in unused.items()
+            if getattr(model, name) != default
+        ]
+    if not 1 <= model.rope_factor < math.inf:
+        found.append(f"model.rope_factor={model.rope_factor} must be finite and at least 1")
+    if kind != "linear" and model.rope_original_positions < 1:
+        found.append(
+            f"model.rope_scaling={kind} needs the row length that the model was trained on: set rope_original_positions"
+        )
+    if model.rope_low_freq_factor >= model.rope_high_freq_factor or model.rope_low_freq_factor <= 0:
+        found.append(
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be above 0 and below"
+            f" rope_high_freq_factor={model.rope_high_freq_factor}"
+        )
+    if not 0 < model.rope_beta_slow < model.rope_beta_fast:
+        found.append(
+            f"model.rope_beta_slow={model.rope_beta_slow} must be above 0 and below"
+            f" rope_beta_fast={model.rope_beta_fast}"
+        )
+    if kind == "yarn" and model.rope_theta == 1:
+        found.append("model.rope_theta=1 turns all features alike, which yarn cannot scale")
+    return found

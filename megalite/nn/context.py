@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.kernels.attention_mask import AttentionMask, first_seen
 from megalite.mpu import Axis
 from megalite.parallel.context import RowCut, cut_rows
 
@@ -46,6 +47,15 @@ class Context:
     rope: tuple[Tensor, Tensor] | None
     seed: int
     training: bool
+    masks: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
+
+    def mask(self, window: int = 0) -> AttentionMask:
+        """What this rank's tokens see of one another within `window` places (0: no limit); made once for all layers."""
+        if window not in self.masks:
+            places = self.batch.row_places.expand_as(self.batch.tokens)
+            start = first_seen(places, self.batch.documents, window)
+            self.masks[window] = AttentionMask(query=places, start=start, key=places)
+        return self.masks[window]
 
     @staticmethod
     def uncut(

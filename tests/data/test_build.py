@@ -230,12 +230,31 @@ def test_num_samples_makes_runs_prefixes_of_each_other(cache: Path) -> None:
 def test_problems_are_reported_at_once() -> None:
     assert problems(DataConfig()) == []
     bad = DataConfig(
-        paths=("a",), blend=(1.0, -1.0), seq_len=0, num_samples=0, split="x", pack="best_fit", reset_attention=True,
-        reset_positions=True,
+        paths=("a",), blend=(1.0, -1.0), seq_len=0, num_samples=0, split="x", pack="bestfit",  # type: ignore[arg-type]
     )  # fmt: skip
     found = problems(bad)
-    for part in ("seq_len=0", "num_samples=0", "2 weights for 1", "split='x'", "best_fit", "reset_attention=True"):
+    for part in ("seq_len=0", "num_samples=0", "2 weights for 1", "split='x'", "can be concat, best_fit, none"):
         assert sum(part in line for line in found) == 1, part
-    assert len(found) == 7
-    with pytest.raises(ValueError, match=r"(?s)seq_len=0.*reset_positions=True"):
+    assert len(found) == 5
+    with pytest.raises(ValueError, match=r"(?s)seq_len=0.*data.pack='bestfit'"):
         build_datasets(bad, seed=1, num_samples=1)
+
+
+@pytest.mark.parametrize("pack", ["concat", "best_fit", "none"])
+def test_documents_are_kept_apart_and_reported(cache: Path, pack: str) -> None:
+    plain = _build(cache, paths=(prefix("a_u16"), prefix("b_i32")), num_samples=60)
+    kept = _build(
+        cache, paths=(prefix("a_u16"), prefix("b_i32")), num_samples=60, pack=pack, reset_attention=True,
+        reset_positions=True,
+    )  # fmt: skip
+    assert kept.fingerprint != plain.fingerprint and len(kept.summary) == len(plain.summary) + 2
+    assert all("rows of 16 tokens" in line and "documents a row" in line for line in kept.summary[2:4])
+    samples = [kept.train[i] for i in range(60)]
+    assert all(s.documents is not None and (s.positions == np.arange(16) - s.documents).all() for s in samples)
+    assert (pack == "concat") == all(s.token_mask is None for s in samples)
+    assert (pack == "none") == all((s.documents > 0).sum() == 16 - len(_real(s)) for s in samples)  # type: ignore[operator]
+
+
+def _real(sample: Any) -> Any:
+    """The tokens that are not padding."""
+    return sample.tokens if sample.token_mask is None else sample.tokens[sample.token_mask]

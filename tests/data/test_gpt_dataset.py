@@ -73,7 +73,13 @@ ITEMS = [item for item in GOLDEN["items"] if item["setting"].get("pad") == -1]
 @pytest.mark.parametrize("case", range(len(ITEMS)))
 def test_items_are_megatrons(case: int) -> None:
     setting, rows = ITEMS[case]["setting"], ITEMS[case]["result"]
-    dataset = _part(setting, setting["which"], eod=EOD, eod_mask_loss=setting["eod_mask_loss"])
+    dataset = _part(
+        setting,
+        setting["which"],
+        eod=EOD,
+        eod_mask_loss=setting["eod_mask_loss"],
+        reset_positions=setting["reset_position_ids"],
+    )
     for row in rows:
         if row["idx"] is None:
             continue
@@ -81,8 +87,7 @@ def test_items_are_megatrons(case: int) -> None:
         assert sample.tokens.tolist() == row["tokens"]
         assert sample.labels.tolist() == row["labels"]
         assert sample.loss_mask.tolist() == row["loss_mask"]
-        if not setting["reset_position_ids"]:
-            assert sample.positions.tolist() == row["position_ids"]
+        assert sample.positions.tolist() == row["position_ids"]
 
 
 @pytest.mark.parametrize("case", range(len(GOLDEN["masks"])))
@@ -253,3 +258,33 @@ def test_processes_may_race_for_the_cache(tmp_path: Path) -> None:
             results = pool.map(_race, [(str(tmp_path), seed)] * 4, chunksize=1)
             assert all(r == results[0] for r in results)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_documents_end_where_the_index_says(tmp_path: Path) -> None:
+    lengths = [5, 1, 0, 17, 2, 30, 3]
+    with IndexedWriter(tmp_path / "x", dtype="uint16") as writer:
+        for number, length in enumerate(lengths):
+            writer.add_document([100 * number + place for place in range(length)])
+    data = GPTDataset(
+        IndexedDataset(tmp_path / "x"), seq_len=8, seed=3, num_samples=14, reset_attention=True, reset_positions=True
+    )
+    plain = GPTDataset(IndexedDataset(tmp_path / "x"), seq_len=8, seed=3, num_samples=14)
+    for i in range(14):
+        sample, row = data[i], plain.read(i)[0]
+        same = np.diff(row) == 1  # whether a label is of the same document; no two documents are neighbours in id
+        assert sample.tokens.tolist() == plain[i].tokens.tolist() and sample.labels.tolist() == plain[i].labels.tolist()
+        assert sample.loss_mask.tolist() == same.astype(int).tolist()
+        starts = np.flatnonzero(np.concatenate(([True], ~same[:-1])))
+        assert sample.documents is not None
+        assert sample.documents.tolist() == [int(starts[starts <= place].max()) for place in range(8)]
+        assert (sample.positions == np.arange(8) - sample.documents).all()
+        assert plain[i].documents is None and plain[i].loss_mask.all()
+
+
+def test_padding_of_a_partial_sample_is_a_document(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x", dtype="uint16") as writer:
+        writer.add_document([7, 7, 7, 7, 7, 7, 7])
+    data = GPTDataset(IndexedDataset(tmp_path / "x"), seq_len=4, seed=0, keep_partial=True, reset_attention=True)
+    (last,) = [s for s in (data[0], data[1]) if s.token_mask is not None]
+    assert last.documents is not None and last.token_mask is not None
+    assert last.documents.tolist() == [0, 0, 0, 3] and last.token_mask.tolist() == [True, True, True, False]

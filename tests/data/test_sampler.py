@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data.gpt_dataset import GPTDataset, Sample
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset
-from megalite.data.sampler import GlobalBatches, RaggedMasks, fold_fingerprint
+from megalite.data.rows import Sample
+from megalite.data.sampler import GlobalBatches, PackedDocuments, RaggedMasks, fold_fingerprint
 from tests.data.reference import EOD, GOLDEN, prefix
 
 
@@ -53,7 +54,8 @@ def test_the_global_batch_does_not_depend_on_the_layout(dp: int, mbs: int) -> No
         assert {len(batch.microbatches) for batch in loaded} == {ranks[0].num_microbatches}
         order = itertools.chain.from_iterable(zip(*(batch.microbatches for batch in loaded), strict=True))
         rows = [(int(n), mb.tokens[:, i].tolist()) for mb in order for i, n in enumerate(mb.samples)]
-        valid, fingerprint = torch.stack([batch.totals() for batch in loaded]).sum(0).tolist()
+        valid, tokens, fingerprint = torch.stack([batch.totals() for batch in loaded]).sum(0).tolist()
+        assert tokens == 12 * 16
         return rows, valid, fold_fingerprint(fingerprint)
 
     prints = set()
@@ -143,3 +145,41 @@ def test_ragged_masks() -> None:
     assert [RaggedMasks(data, seed=4)[i].loss_mask.tolist() for i in range(9)] != [
         ragged[i].loss_mask.tolist() for i in range(9)
     ]
+
+
+def test_packed_documents_cover_the_row_and_hide_their_last_labels() -> None:
+    data = GPTDataset(IndexedDataset(prefix("a_u16")), seq_len=37, seed=1, num_samples=80)
+    packed = PackedDocuments(data, seed=3)
+    seen = set()
+    for i in range(80):
+        row, documents = packed[i], packed[i].documents
+        assert documents is not None and documents.dtype == row.positions.dtype == np.int64
+        assert row.tokens.tolist() == data[i].tokens.tolist() and row.labels.tolist() == data[i].labels.tolist()
+        starts = np.flatnonzero(documents == np.arange(37))
+        lengths = np.diff(starts, append=37)
+        assert starts[0] == 0 and documents.tolist() == np.repeat(starts, lengths).tolist()
+        assert row.positions.tolist() == [place for length in lengths for place in range(length)]
+        assert np.flatnonzero(row.loss_mask == 0).tolist() == (starts[1:] - 1).tolist()
+        seen.update(lengths[:-1].tolist())
+    assert seen == {1, 2, 3, 7, 13}  # 64 is longer than a row
+    assert sum(int(packed[i].positions[-1]) == 36 for i in range(80)) > 3  # a row of one document
+    others = PackedDocuments(data, seed=4)
+    assert any(packed[i].positions.tolist() != others[i].positions.tolist() for i in range(9))
+
+
+def test_a_batch_knows_its_documents() -> None:
+    class Mixed(PackedDocuments):
+        def __getitem__(self, i: int) -> Sample:
+            return super().__getitem__(i) if i % 2 else self.dataset[i]
+
+    data = _dataset()
+    (batch,) = GlobalBatches(dataset=data, global_batch_size=4, micro_batch_size=4).microbatches(1)
+    assert batch.documents is None
+    mixed = Mixed(data, seed=3)
+    (batch,) = GlobalBatches(dataset=RaggedMasks(mixed, 1), global_batch_size=4, micro_batch_size=4).microbatches(1)
+    assert batch.documents is not None and batch.documents.is_contiguous()
+    for column, number in enumerate(range(4, 8)):
+        documents = mixed[number].documents
+        wanted = np.zeros(16, dtype=np.int64) if documents is None else documents
+        assert batch.documents[:, column].tolist() == wanted.tolist()
+        assert batch.positions[:, column].tolist() == mixed[number].positions.tolist()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megalite.kernels.rope import apply_rope, rope_tables
+from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
+from tests.hugging_face import float64
 
 
 def tables(s: int, b: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,3 +70,75 @@ def test_bfloat16_is_rounded_once() -> None:
     ours = apply_rope(x, *rope_tables(positions, 16, 1e4))
     assert ours.dtype == torch.bfloat16 and ours.is_contiguous()
     assert ((ours.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6).all()
+
+
+def hf_tables(
+    positions: torch.Tensor, dim: int, parameters: dict[str, Any], *, longest: int, length: int | None = None
+):
+    """cos and sin of Hugging Face's own functions, in float64."""
+    config = LlamaConfig(
+        hidden_size=4 * dim, num_attention_heads=4, max_position_embeddings=longest,
+        rope_parameters=parameters | {"rope_theta": 5e3},
+    )  # fmt: skip
+    with float64():
+        frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"), seq_len=length)
+    angle = positions[..., None].double() * frequencies.double()
+    return angle.cos() * factor, angle.sin() * factor
+
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CASES: dict[str, tuple[RopeScaling, dict[str, Any], int | None]] = {
+    "linear": (RopeScaling(kind="linear", factor=2.5), {"rope_type": "linear", "factor": 2.5}, None),
+    "ntk": (
+        RopeScaling(kind="ntk", factor=2.0, original_positions=128, length=256),
+        {"rope_type": "dynamic", "factor": 2.0}, 256,
+    ),
+    "ntk-long": (
+        RopeScaling(kind="ntk", factor=3.0, original_positions=128, length=1000),
+        {"rope_type": "dynamic", "factor": 3.0}, 1000,
+    ),
+    "yarn": (RopeScaling(kind="yarn", factor=4.0, original_positions=128), YARN, None),
+    "yarn-exact-ramp": (
+        RopeScaling(kind="yarn", factor=4.0, original_positions=128, beta_fast=20, beta_slow=2, truncate=False),
+        YARN | {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False}, None,
+    ),
+    "yarn-mscale": (
+        RopeScaling(kind="yarn", factor=40.0, original_positions=128, mscale=0.8, mscale_all_dim=0.5),
+        YARN | {"factor": 40.0, "mscale": 0.8, "mscale_all_dim": 0.5}, None,
+    ),
+    "yarn-factor": (
+        RopeScaling(kind="yarn", factor=4.0, original_positions=128, attention_factor=0.7),
+        YARN | {"attention_factor": 0.7}, None,
+    ),
+    "llama3": (RopeScaling(kind="llama3", factor=8.0, original_positions=64), LLAMA3, None),
+    "llama3-wide": (
+        RopeScaling(kind="llama3", factor=8.0, original_positions=64, low_freq_factor=2.0, high_freq_factor=16.0),
+        LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 16.0}, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dim", [8, 32])
+def test_scaled_tables_are_hugging_faces(case: str, dim: int) -> None:
+    scaling, parameters, length = CASES[case]
+    positions = torch.tensor([[0, 1], [17, 127], [128, 511]])
+    ours = rope_tables(positions, dim, 5e3, torch.float64, scaling)
+    theirs = hf_tables(positions, dim, parameters, longest=128, length=length)
+    plain = rope_tables(positions, dim, 5e3, torch.float64)
+    for table, wanted, unscaled in zip(ours, theirs, plain, strict=True):
+        torch.testing.assert_close(table, wanted, rtol=0, atol=1e-12)
+        assert (table - unscaled).abs().max() > 1e-2
+
+
+def test_gradient_of_tables_with_a_factor() -> None:
+    torch.manual_seed(0)
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_positions=16)
+    tables = rope_tables(torch.arange(5)[:, None].expand(5, 2), 6, 50.0, torch.float64, scaling)
+    assert scaling.table_factor > 1.1
+    x = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: apply_rope(t, *tables), (x,))

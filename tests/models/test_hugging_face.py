@@ -34,6 +34,10 @@ EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 3, "expert_ffn_hidden_size
 LFM2_SIZES: dict[str, Any] = SIZES | {"name": "lfm2", "tie_embeddings": True, "rope_theta": 1e6}
 OURS = {
     "qwen3": ModelConfig(name="qwen3", num_layers=3, head_dim=10, norm_eps=1e-6, **SIZES),
+    "qwen3-yarn": ModelConfig(
+        name="qwen3", num_layers=2, head_dim=10, norm_eps=1e-6, rope_scaling="yarn", rope_factor=4.0,
+        rope_original_positions=32, **SIZES,
+    ),
     "lfm2": ModelConfig(num_layers=5, attention_layers="2,4", **LFM2_SIZES),
     "qwen3-moe": ModelConfig(
         name="qwen3", num_layers=3, head_dim=10, norm_eps=1e-6, moe_layers="every:2", **SIZES, **EXPERTS
@@ -58,7 +62,12 @@ def peer(name: str) -> nn.Module:
     }  # fmt: skip
     qwen3: dict[str, Any] = {"head_dim": 10}
     kinds = ["full_attention" if model.is_attention_layer(i) else "conv" for i in range(model.num_layers)]
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+    }  # fmt: skip
     with float64():
+        if name == "qwen3-yarn":
+            return Qwen3ForCausalLM(Qwen3Config(rope_parameters=yarn, **qwen3, **common))
         if name == "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**qwen3, **common))
         if name == "lfm2":

@@ -1,0 +1,159 @@
+"""Rows of tokens for language modelling, whatever way documents are laid into them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.indexed import FormatError, IndexedDataset
+
+
+class Sample(NamedTuple):
+    """One row: tokens, labels, positions int64 [seq_len], loss_mask float32 [seq_len] (1 where the label counts).
+
+    token_mask: bool [seq_len], False on padding (None: there is none). documents: int64 [seq_len], the place at which
+    the document of each token begins (None: attention does not stop at documents). `loss_mask` and `positions` may
+    be shared between samples and read-only; copy them before a change.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+    positions: NDArray[np.int64]
+    token_mask: NDArray[np.bool_] | None = None
+    documents: NDArray[np.int64] | None = None
+
+
+class SampleSource(Protocol):
+    """Anything that a sampler can draw rows from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Sample: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRules:
+    """What the ends of documents mean inside a row; ValueError when `eod_mask_loss` has no `eod` to look for."""
+
+    reset_attention: bool = False
+    """Attention stays inside a document; its last label, the first token of the next one, does not count."""
+    reset_positions: bool = False
+    """Positions restart at each document."""
+    eod: int | None = None
+    """The id that ends a document, where it is known."""
+    eod_mask_loss: bool = False
+    """The label after an `eod` does not count."""
+
+    def __post_init__(self) -> None:
+        if self.eod_mask_loss and self.eod is None:
+            raise ValueError("eod_mask_loss needs the id that ends a document; name the tokenizer")
+
+
+class Piece(NamedTuple):
+    """`length` tokens of a sequence of the source, from `begin` on."""
+
+    sequence: int
+    begin: int
+    length: int
+
+
+class DocumentRows(ABC):
+    """Rows of `seq_len` tokens and their labels; a subclass says which pieces of documents fill row i.
+
+    A row's labels are its tokens shifted by one, taken before the row is cut out of its text: with `extra` 1 the
+    pieces hold one token more than the row, whose only use is as the last label. Padding is masked by place, never by
+    value, and is a document of its own. With `vocab_size` each row read is checked (FormatError).
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset,
+        *,
+        seq_len: int,
+        rules: DocumentRules,
+        extra: int = 1,
+        vocab_size: int | None = None,
+    ):
+        self.source, self.seq_len, self.rules, self.extra = source, seq_len, rules, extra
+        self._vocab_size = vocab_size
+        self._positions = _frozen(np.arange(seq_len, dtype=np.int64))
+        self._full_mask = _frozen(np.ones(seq_len, dtype=np.float32))
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def pieces(self, i: int) -> Iterable[Piece]:
+        """What row i is made of, in order: at most seq_len + extra tokens."""
+
+    def __getitem__(self, i: int) -> Sample:
+        row, count, starts = self._laid(i)
+        size = min(count, self.seq_len)
+        tokens = row[: self.seq_len]
+        labels = row[1:] if self.extra else np.append(row[1:], 0)
+        if count < self.seq_len:
+            starts.append(count)
+        resets = self.rules.reset_attention or self.rules.reset_positions
+        documents = _document_starts(starts, self.seq_len) if resets else None
+        return Sample(
+            tokens,
+            labels,
+            # The label of the last token that is there is unknown.
+            self._loss_mask(tokens, count - 1, starts),
+            self._positions - documents if documents is not None and self.rules.reset_positions else self._positions,
+            self._positions < size if size < self.seq_len else None,
+            documents if self.rules.reset_attention else None,
+        )
+
+    def read(self, i: int) -> tuple[NDArray[np.int64], int]:
+        """The int64 tokens of row i, [seq_len + extra], zero-padded, and how many of them are real."""
+        row, count, _ = self._laid(i)
+        return row, count
+
+    def _laid(self, i: int) -> tuple[NDArray[np.int64], int, list[int]]:
+        """`read`, and where the documents in the row begin."""
+        row = np.zeros(self.seq_len + self.extra, dtype=np.int64)
+        count, starts = 0, []
+        for piece in self.pieces(i):
+            if piece.length:
+                starts.append(count)
+                row[count : count + piece.length] = self.source.get(*piece)
+                count += piece.length
+        # Seen as unsigned, a negative id is large too.
+        if self._vocab_size is not None and int(row.view(np.uint64).max()) >= self._vocab_size:
+            raise FormatError(
+                f"{self.source.prefix} has token id {row[row.view(np.uint64).argmax()]} in sample {i}, but the"
+                f" vocabulary has {self._vocab_size} entries; is it the right tokenizer?"
+            )
+        return row, count, starts
+
+    def _loss_mask(self, tokens: NDArray[np.int64], known: int, starts: list[int]) -> NDArray[np.float32]:
+        """Which labels count, of which the first `known` are there; `starts` may name the place after the row."""
+        eod = self.rules.eod if self.rules.eod_mask_loss else None
+        ends = self.rules.reset_attention and len(starts) > 1
+        if known >= self.seq_len and eod is None and not ends:
+            return self._full_mask
+        mask = self._full_mask.copy()
+        mask[max(known, 0) :] = 0.0
+        if ends:
+            mask[np.array(starts[1:]) - 1] = 0.0
+        if eod is not None:
+            mask[tokens == eod] = 0.0
+        return mask
+
+
+def _document_starts(starts: list[int], seq_len: int) -> NDArray[np.int64]:
+    """int64 [seq_len]: the start of each place's document, from the starts of all."""
+    inside = np.array([start for start in starts if start < seq_len], dtype=np.int64)
+    return np.repeat(inside, np.diff(inside, append=seq_len))
+
+
+def _frozen(values: NDArray[Any]) -> NDArray[Any]:
+    values.flags.writeable = False
+    return values
