@@ -155,6 +155,12 @@ class ParallelAttention(nn.Module):
         )
 
 
+class BiasedAttention(ParallelAttention):
+    """Attention whose linears have biases; with model.attention_sinks, a window and its layers, that of gpt-oss."""
+
+    bias = True
+
+
 class QKNormAttention(ParallelAttention):
     """Attention with an RMSNorm over each query and key head, before rotary positions (Qwen3, LFM2).
 
