@@ -21,7 +21,7 @@ Span = tuple[int, int]
 """(start, stop) among the queries or keys here, not places."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionMask:
     """Query n of batch row b sees the keys at places start[n, b] .. query[n, b]; tensors are int64.
 
