@@ -20,25 +20,9 @@ from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_ma
 from .dropout import feature_hash
 from .rope import apply_rope
 
-AttentionBackend = Literal["sdpa", "block"]
+CausalBackend = Literal["sdpa", "block"]
 
 _BLOCK = 128  # query or key positions in a block of the `block` backend
-_BLOCK_WINS_TO = 1024  # on CPUs with AVX-512, forward and backward: 1.1 to 1.6 times SDPA at 512, level at 2048
-
-
-def resolve_attention(
-    choice: Literal["auto", "sdpa", "block"], *, device: torch.device, dropout: float, seq_len: int
-) -> AttentionBackend:
-    """The backend that `choice` means; a named one that cannot do the job raises ValueError."""
-    if choice == "sdpa" and dropout > 0.0:
-        raise ValueError(
-            f"kernels.attention=sdpa has no layout-invariant dropout (attention_dropout={dropout}); "
-            "use kernels.attention=block or auto, or attention_dropout=0"
-        )
-    if choice != "auto":
-        return choice
-    on_block = dropout > 0.0 or (device.type == "cpu" and seq_len <= _BLOCK_WINS_TO)
-    return "block" if on_block else "sdpa"
 
 
 def attention(
@@ -46,7 +30,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    backend: AttentionBackend,
+    backend: CausalBackend,
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
     rope: Rope | None = None,
@@ -71,7 +55,7 @@ def packed_attention(
     *,
     head_dim: int,
     num_kv_heads: int,
-    backend: AttentionBackend,
+    backend: CausalBackend,
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
     rope: Rope | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 """(start, stop) among the queries or keys here, not places."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionMask:
     """Query n of batch row b sees the keys at places start[n, b] .. query[n, b]; tensors are int64.
 
@@ -55,6 +55,11 @@ class AttentionMask:
         """Whether no query sees any key."""
         return not any(columns.blocks for columns in self.columns)
 
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The work as flash kernels know it, see `Piece`; made once, on first use."""
+        return tuple(piece for columns in self.columns for piece in _pieces(columns))
+
 
 class Tile(NamedTuple):
     """Keys that meet a block of queries: all queries see those of `full`, of the others it depends on the query."""
@@ -85,6 +90,22 @@ class Columns:
     def num_pairs(self) -> int:
         """(query, key) pairs of one batch row that the mask allows."""
         return sum(int((hi - lo).sum()) for lo, hi in self.seen)
+
+
+Shape = Literal["full", "causal", "band", "fade"]
+
+
+class Piece(NamedTuple):
+    """Consecutive queries and keys of the batch rows `batch` with a mask that needs no tensor.
+
+    Of sq queries and sk keys, query i sees key j: full: always; causal: for j <= i + sk - sq; band: for
+    i <= j <= i + sk - sq; fade: for j >= i. Each query sees a key.
+    """
+
+    batch: slice
+    queries: Span
+    keys: Span
+    shape: Shape
 
 
 class PairCount(NamedTuple):
@@ -118,6 +139,29 @@ def first_seen(places: Tensor, documents: Tensor | None, window: int = 0) -> Ten
 
 def _length(span: Span) -> int:
     return span[1] - span[0]
+
+
+_SHAPES: dict[Span, Shape] = {(0, 0): "full", (0, 1): "causal", (1, 1): "band", (1, 0): "fade"}
+"""By how much the first and the last key that are seen move on from one query to the next."""
+
+
+def _pieces(columns: Columns) -> Iterator[Piece]:
+    """Cuts the queries, for each ascending run of keys, where the way their keys move on changes."""
+    for lo, hi in columns.seen:
+        starts, stops = lo.tolist(), hi.tolist()
+        begin, num_queries = 0, len(starts)
+        while begin < num_queries:
+            end, shape, sees = begin + 1, None, starts[begin] < stops[begin]
+            while end < num_queries:
+                step = _SHAPES.get((starts[end] - starts[end - 1], stops[end] - stops[end - 1]))
+                if starts[end] >= stops[end - 1]:
+                    step = None  # another document, if only of one token
+                if step is None or shape not in (None, step) or (starts[end] < stops[end]) != sees:
+                    break
+                end, shape = end + 1, step
+            if sees:
+                yield Piece(columns.batch, (begin, end), (starts[begin], stops[end - 1]), shape or "full")
+            begin = end
 
 
 def _plan_columns(batch: slice, query: Tensor, start: Tensor, key: Tensor) -> Columns:

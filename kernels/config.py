@@ -12,8 +12,9 @@ class KernelConfig:
 
     backend: Literal["auto", "torch"] = "auto"
     """Backend of norms, activations, rotary embedding, dropout, loss and optimizer."""
-    attention: Literal["auto", "sdpa", "block"] = "auto"
-    """Attention: torch's SDPA, or block-causal matrix products; auto takes the faster, and block with dropout."""
+    attention: Literal["auto", "sdpa", "block", "cudnn", "flash_attn"] = "auto"
+    """Attention: torch's SDPA (flash kernels), block-wise matrix products (which alone have everything), cuDNN, or the
+    flash_attn package; auto takes the fastest that can do what the model asks."""
     grouped: Literal["auto", "loop", "grouped_mm"] = "auto"
     """Matrix products of experts: one after another, or torch's grouped GEMM (no float64); auto takes the faster."""
     fp32_gemm: Literal["auto", "ieee", "onednn"] = "auto"

@@ -414,6 +414,32 @@ def test_attention_dropout_needs_the_block_backend() -> None:
     assert "kernels.attention=block or auto" in problems(named, 1)
 
 
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"window": -1}, "model.window=-1 must be at least 1 (a token and those before it), or 0 for no limit"),
+        ({"window": 4, "window_layers": "odd"}, "model.window_layers='odd' should be all, every:N"),
+        ({"window": 4, "window_layers": "1,9"}, "model.window_layers=1,9: no layer 9 among num_layers=8"),
+        ({"window_layers": "every:2"}, "model.window_layers=every:2 needs a model.window"),
+        ({"attention_softcap": -2.0}, "model.attention_softcap=-2.0 must be finite and above 0, or 0 for no soft"),
+        ({"attention_scale": float("inf")}, "model.attention_scale=inf must be finite and above 0"),
+    ],
+)
+def test_what_a_layer_sees(model: dict[str, Any], problem: str) -> None:
+    assert problem in problems(config_with(model=model), 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [({"window": 4}, "has no sliding window (window=4)"), ({"attention_softcap": 5.0}, "has no soft-capping")],
+)
+def test_a_named_attention_backend_can_do_it(model: dict[str, Any], problem: str) -> None:
+    config = config_with(model=model)
+    check(config, 1)
+    named = dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, attention="sdpa"))
+    assert problem in problems(named, 1)
+
+
 def test_every_section_has_its_say() -> None:
     config = config_with()
     wrong = dataclasses.replace(

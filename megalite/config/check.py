@@ -10,6 +10,7 @@ from megalite.config.check_moe import divisors, is_pattern, moe_layers, moe_prob
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
+from megalite.kernels.attention_backends import AttentionNeeds, backend_problems
 from megalite.models import MODELS
 from megalite.mpu import RankGrid
 from megalite.nn.config import ModelConfig, pattern_problem, rope_problems
@@ -115,22 +116,35 @@ def _model_problems(model: ModelConfig) -> list[str]:
 
 
 def _operator_problems(model: ModelConfig) -> list[str]:
-    """Whether the layers that attend can be told from the convolutions."""
+    """Whether the layers that attend can be told from the convolutions, and what they see is something."""
+    found = [*_layer_problems(model, "attention_layers"), *_layer_problems(model, "window_layers")]
     pattern = model.attention_layers
-    if (problem := pattern_problem(pattern, "attention_layers")) is not None:
-        return [problem]
-    found = []
-    if pattern != "all" and model.name != "lfm2":
+    if pattern != "all" and model.name != "lfm2" and pattern_problem(pattern) is None:
         found.append(f"model.attention_layers={pattern}: all layers of {model.name} attend; use all, or name=lfm2")
-    beyond = [number for number in pattern.split(",") if number.isdigit() and int(number) >= model.num_layers]
-    if beyond:
-        found.append(
-            f"model.attention_layers={pattern}: no layer {', '.join(beyond)} among num_layers={model.num_layers};"
-            f" they are 0 to {model.num_layers - 1}"
-        )
     if model.conv_kernel_size < 1:
         found.append(f"model.conv_kernel_size={model.conv_kernel_size} must be at least 1")
+    if model.window < 0:
+        found.append(f"model.window={model.window} must be at least 1 (a token and those before it), or 0 for no limit")
+    if model.window_layers != "all" and not model.window:
+        found.append(f"model.window_layers={model.window_layers} needs a model.window; set it, or window_layers=all")
+    for name, without in (("attention_softcap", "no soft-capping"), ("attention_scale", "1 / sqrt(head_dim)")):
+        if not 0 <= getattr(model, name) < math.inf:
+            found.append(f"model.{name}={getattr(model, name)} must be finite and above 0, or 0 for {without}")
     return found
+
+
+def _layer_problems(model: ModelConfig, field: str) -> list[str]:
+    """Whether the pattern of `field` can be read and names layers of the model."""
+    pattern = getattr(model, field)
+    if (problem := pattern_problem(pattern, field)) is not None:
+        return [problem]
+    beyond = [number for number in pattern.split(",") if number.isdigit() and int(number) >= model.num_layers]
+    if not beyond:
+        return []
+    return [
+        f"model.{field}={pattern}: no layer {', '.join(beyond)} among num_layers={model.num_layers};"
+        f" they are 0 to {model.num_layers - 1}"
+    ]
 
 
 def _cut_problems(config: Config) -> list[str]:
@@ -188,7 +202,7 @@ def _stage_problems(config: Config, plan: Plan | None) -> list[str]:
     """Whether the layers can be divided among the stages, as far as these are known."""
     parallel, train, found = config.parallel, config.train, []
     try:
-        if plan is not None and not _model_problems(config.model):
+        if plan is not None and not _model_problems(config.model) and is_pattern(config.model):
             stage_layers(config.model, parallel, plan)
         elif plan is not None or not parallel.schedule.startswith("csv:"):
             partition(
@@ -247,14 +261,15 @@ def _end_problems(config: Config, plan: Plan) -> list[str]:
 
 
 def _kernel_problems(config: Config) -> list[str]:
-    """Whether the named backends can do what the model asks of them."""
-    dropout = config.model.attention_dropout
-    if config.kernels.attention == "sdpa" and dropout > 0:
-        return [
-            f"kernels.attention=sdpa has no layout-invariant dropout (model.attention_dropout={dropout});"
-            " use kernels.attention=block or auto, or attention_dropout=0"
-        ]
-    return []
+    """Whether the named backends can do what some layer of the model asks of them."""
+    model = config.model
+    if pattern_problem(model.window_layers) is not None:
+        return []  # reported already
+    window = max((model.window_of(layer) for layer in range(model.num_layers)), default=0)
+    needs = AttentionNeeds(
+        scale=1.0, dropout=model.attention_dropout, softcap=model.attention_softcap, window=max(window, 0)
+    )
+    return backend_problems(config.kernels.attention, needs)
 
 
 def _tp_can_be(size: int) -> str:

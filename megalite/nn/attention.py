@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.attention import (
-    AttentionBackend,
-    AttentionDropout,
-    Rope,
-    attention,
-    packed_attention,
+from megalite.kernels.attention import CausalBackend, attention, packed_attention
+from megalite.kernels.attention_backends import (
+    AttentionChoice,
+    AttentionNeeds,
+    backend_problems,
     resolve_attention,
+    resolve_kernel,
 )
-from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, attend
+from megalite.kernels.attention_kernel import AttentionKernel, attend
+from megalite.kernels.attention_rows import AttentionDropout, Rope
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.norm import rms_norm
@@ -26,7 +24,7 @@ from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std
 from megalite.parallel.context_attention import ContextAttention
-from megalite.parallel.shard import Shard, set_shard
+from megalite.parallel.shard import Cut, Shard, ShardedModule, even_cut, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
 
 
@@ -61,10 +59,13 @@ class ParallelAttention(nn.Module):
         if problems := head_problems(config.num_heads, config.kv_heads, mpu.tp.size):
             raise ValueError("\n".join(problems))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
-        self.window, self.sinks, self.is_plain = 0, None, True
         self.across = ContextAttention.of(mpu)
-        self.scale = 1.0 / math.sqrt(config.head_size)
-        self.choice: Literal["auto", "sdpa", "block"] = kernels.attention
+        self.scale, self.softcap, self.window = config.score_scale, config.attention_softcap, config.window_of(layer)
+        self.sinks = HeadSinks(config, mpu) if config.attention_sinks else None
+        self.is_plain = not (self.softcap or config.attention_sinks)
+        self.choice: AttentionChoice = kernels.attention
+        if problems := backend_problems(self.choice, self.needs(config.attention_dropout)):
+            raise ValueError("\n".join(problems))
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         kv = OutputPart(config.kv_heads, config.head_size, _kv_replicas(mpu, config.kv_heads))
@@ -101,8 +102,7 @@ class ParallelAttention(nn.Module):
                 context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
             )
             dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
-        if self.is_plain and context.batch.documents is None and context.cut.axis.size == 1:
-            backend = resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0])
+        if (backend := self._causal_backend(qkv, p, context)) is not None:
             return self._mix(qkv, backend, dropout, context.rope)
         q, k, v = self.heads(qkv)
         if context.rope is not None:
@@ -114,22 +114,39 @@ class ParallelAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in qkv.split(self.qkv.sizes, -1))
         return q, k, v
 
-    def kernel(self, device: torch.device, dropout: float) -> AttentionKernel:
-        """What attends to a block of keys, wherever they come from: override it with a kernel of your own."""
-        return BlockKernel(scale=self.scale)
+    def needs(self, dropout: float) -> AttentionNeeds:
+        """What the backend must be able to do."""
+        return AttentionNeeds(scale=self.scale, dropout=dropout, softcap=self.softcap, window=self.window)
+
+    def kernel(self, like: Tensor, dropout: float) -> AttentionKernel:
+        """What attends to a block of keys, wherever they come from, for tensors like `like`.
+
+        Attention of your own returns its own `AttentionKernel` here: one method, which computes the output of a block
+        and its log-sum-exp, makes it run on documents, windows and sinks, and under context parallelism.
+        """
+        return resolve_kernel(self.choice, self.needs(dropout), device=like.device, dtype=like.dtype)
 
     def _attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None, context: Context
     ) -> Tensor:
         """[s, b, heads, d] of this rank's queries on all keys that they see, by intervals of places."""
-        kernel = self.kernel(q.device, dropout.p if dropout is not None else 0.0)
+        kernel = self.kernel(q, dropout.p if dropout is not None else 0.0)
+        sinks = self.sinks.weight if self.sinks is not None else None
         if context.cut.axis.size > 1:
-            return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=self.sinks)
-        return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=self.sinks)
+            return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=sinks)
+        return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=sinks)
 
-    def _mix(
-        self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
-    ) -> Tensor:
+    def _causal_backend(self, qkv: Tensor, dropout: float, context: Context) -> CausalBackend | None:
+        """The backend for causal attention in rows that are whole here and one document each; None where it is more."""
+        whole = context.cut.axis.size == 1 and context.batch.documents is None
+        limited = 0 < self.window < context.batch.seq_len
+        own = type(self).kernel is not ParallelAttention.kernel
+        if own or limited or not (whole and self.is_plain):
+            return None
+        backend = resolve_attention(self.choice, device=qkv.device, dropout=dropout, seq_len=qkv.shape[0])
+        return backend if backend in ("sdpa", "block") else None
+
+    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
         """Causal attention within rows that are whole here and one document each."""
         return packed_attention(
             qkv,
@@ -140,6 +157,12 @@ class ParallelAttention(nn.Module):
             dropout=dropout,
             rope=rope,
         )
+
+
+class BiasedAttention(ParallelAttention):
+    """Attention whose linears have biases; with model.attention_sinks, a window and its layers, that of gpt-oss."""
+
+    bias = True
 
 
 class QKNormAttention(ParallelAttention):
@@ -158,14 +181,12 @@ class QKNormAttention(ParallelAttention):
         q, k, v = super().heads(qkv)
         return self.q_norm(q), self.k_norm(k), v
 
-    def _mix(
-        self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
-    ) -> Tensor:
+    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
         q, k, v = self.heads(qkv)
         return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(ShardedModule):
     """RMSNorm over the features of a head, [.., heads, head_dim], with one weight for all heads of a layer.
 
     A tp rank sees its own heads only, so that the gradient of the weight is a partial sum over tp.
@@ -184,6 +205,23 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[.., heads, head_dim] -> the same."""
         return rms_norm(x, self.weight, self.eps)
+
+
+class HeadSinks(ShardedModule):
+    """A learned logit of each head that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925).
+
+    A tp rank holds those of its own heads. They begin at 0, as if each query saw one more key, orthogonal to it.
+    """
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState):
+        super().__init__()
+        cut = Cut(mpu.tp, 0, even_cut(config.num_heads, mpu.tp))
+        shard = Shard("weight", (config.num_heads,), (cut,), decay=False)
+        self.weight = set_shard(nn.Parameter(torch.zeros(shard.local_shape)), shard)
+
+    def init_parameters(self, seed: int) -> None:
+        """Zero."""
+        nn.init.zeros_(self.weight)
 
 
 def _kv_replicas(mpu: ParallelState, kv_heads: int) -> Axis | None:

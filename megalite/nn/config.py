@@ -24,8 +24,8 @@ class MoEConfig:
     expert_ffn_hidden_size: int | None = None
     """Width of one expert; the dense layers' ffn_hidden_size by default."""
     moe_layers: str = "all"
-    """Which layers hold experts: all, every:N (the last of every N layers), from:N (all but the first N), or numbers
-    such as 1,3,5, counted from 0."""
+    """Which layers hold experts: all, every:N (the last of every N layers), but_every:N (the others), from:N (all but
+    the first N), or numbers such as 1,3,5, counted from 0."""
     routing: Routing = "top_k"
     """Who chooses: tokens their best experts (top_k), tokens after balancing the scores of a row (sinkhorn), or
     experts their best tokens of a row (expert_choice)."""
@@ -70,9 +70,11 @@ class MoEConfig:
 
 def pattern_problem(pattern: str, field: str = "moe_layers") -> str | None:
     """Why `pattern`, of the field `field`, names no layers, or None."""
-    if re.fullmatch(r"all|every:[1-9]\d*|from:\d+|\d+(,\d+)*", pattern):
+    if re.fullmatch(r"all|(but_)?every:[1-9]\d*|from:\d+|\d+(,\d+)*", pattern):
         return None
-    return f"model.{field}={pattern!r} should be all, every:N (N >= 1), from:N or layer numbers such as 1,3,5"
+    return (
+        f"model.{field}={pattern!r} should be all, every:N (N >= 1), but_every:N, from:N or layer numbers such as 1,3,5"
+    )
 
 
 def in_pattern(layer: int, pattern: str) -> bool:
@@ -82,6 +84,8 @@ def in_pattern(layer: int, pattern: str) -> bool:
         return True
     if kind == "every":
         return layer % int(number) == int(number) - 1
+    if kind == "but_every":
+        return layer % int(number) != int(number) - 1
     if kind == "from":
         return layer >= int(number)
     return layer in {int(n) for n in pattern.split(",")}
@@ -105,6 +109,17 @@ class ModelConfig(MoEConfig):
     """Width of a head; hidden_size / num_heads by default."""
     attention_layers: str = "all"
     """Which layers of lfm2 hold attention, in the patterns of moe_layers; the others hold a short convolution."""
+    window: int = 0
+    """Tokens that a token attends to at most, its own included (sliding window); 0 is no limit."""
+    window_layers: str = "all"
+    """Which layers have that window, in the patterns of moe_layers: but_every:2 for alternate layers, the first one
+    local (Gemma 2, gpt-oss)."""
+    attention_scale: float = 0.0
+    """Factor on attention scores; 0 is 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """Attention scores x become c tanh(x / c) with this c (Gemma 2, arXiv:2408.00118); 0 leaves them."""
+    attention_sinks: bool = False
+    """A learned logit of each head for attending to nothing (gpt-oss, arXiv:2508.10925)."""
     conv_kernel_size: int = 3
     """Positions that a short convolution sees, its own included (lfm2)."""
     ffn_hidden_size: int | None = None
@@ -149,7 +164,7 @@ class ModelConfig(MoEConfig):
     hidden_dropout: float = 0.0
     """Dropout probability on the embedding and on each residual branch."""
     attention_dropout: float = 0.0
-    """Dropout probability on attention probabilities (block-wise attention backend only)."""
+    """Dropout probability on attention probabilities (the block attention backend only)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; output projections use init_std / sqrt(2 x num_layers)."""
     label_smoothing: float = 0.0
@@ -208,6 +223,15 @@ class ModelConfig(MoEConfig):
     def is_moe_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` holds experts."""
         return self.num_experts > 0 and in_pattern(layer, self.moe_layers)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on attention scores."""
+        return self.attention_scale if self.attention_scale else self.head_size**-0.5
+
+    def window_of(self, layer: int) -> int:
+        """The sliding window of global layer number `layer`; 0 for none."""
+        return self.window if in_pattern(layer, self.window_layers) else 0
 
     def is_attention_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""

@@ -17,7 +17,7 @@ from rich.table import Table
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.data.indexed import FormatError
-from megalite.kernels.attention import resolve_attention
+from megalite.kernels.attention_backends import resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.mpu import ParallelState

@@ -17,8 +17,8 @@ from megalite.kernels.attention import (
     attention,
     block_forward,
     packed_attention,
-    resolve_attention,
 )
+from megalite.kernels.attention_backends import resolve_attention
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.rope import apply_rope, rope_tables
 
@@ -55,7 +55,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "block"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(shape: tuple[int, ...], backend: module.AttentionBackend) -> None:
+def test_forward_and_backward(shape: tuple[int, ...], backend: module.CausalBackend) -> None:
     q, k, v, dout = inputs(shape)
     ours = outputs(attention(q, k, v, backend=backend, scale=0.7), [q, k, v], dout)
     for got, want in zip(ours, outputs(reference(q, k, v, 0.7)[0], [q, k, v], dout), strict=True):
@@ -93,7 +93,7 @@ def test_slices_of_one_projection() -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "block"])
 @pytest.mark.parametrize("rotary_dim", [4, 6], ids=lambda r: f"rotary{r}of6")
 def test_packed_with_rotary_positions(
-    backend: module.AttentionBackend, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
+    backend: module.CausalBackend, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions differ between batch rows, and chunks hold a part of the heads."""
     monkeypatch.setattr(attention_rows, "_CACHED", 1)
