@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +38,7 @@ class Context:
     batch: this context-parallel rank's part of the rows; rows: the rows before that cut, and cut: how it was made.
     token_index: int64 [s_local, b], the global token numbers of the rows this rank's residual stream holds.
     rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions. training switches dropout on.
+    shared: what layers work out from the batch alone, once for all of them.
     """
 
     batch: MicroBatch
@@ -46,6 +48,7 @@ class Context:
     rope: tuple[Tensor, Tensor] | None
     seed: int
     training: bool
+    shared: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def uncut(
