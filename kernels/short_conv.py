@@ -2,52 +2,129 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
-def gated_short_conv(bcx: Tensor, weight: Tensor) -> Tensor:
+class Reach(Protocol):
+    """Which inputs the convolution sees, where rows hold several documents or lie on several ranks.
+
+    Inputs and outputs are rows [s x b, h] of [s, b, h]. `back` counts from 1 to k - 1, and nobody sees one input twice.
+    """
+
+    @property
+    def near(self) -> Sequence[Tensor]:
+        """For each back bool [s - back, b]: whether output i + back sees input i."""
+        ...
+
+    @property
+    def far(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """For each back (outputs, rows fetched), int64 [n] each: what else they see."""
+        ...
+
+    def fetch(self, inputs: Tensor) -> Callable[[], Tensor]:
+        """Begins to fetch rows of `inputs` [s x b, h], here and elsewhere; the result waits for them, [n, h]."""
+        ...
+
+    def send_home(self, grads: Tensor) -> Callable[[Tensor], None]:
+        """Begins to return gradients of fetched rows; the result waits and adds those of this rank's, [s x b, h]."""
+        ...
+
+
+def gated_short_conv(bcx: Tensor, weight: Tensor, reach: Reach | None = None) -> Tensor:
     """c * conv(b * x), conv causal and by channel: z[t] = sum_j weight[:, j] * u[t - (k - 1) + j], u = 0 before t = 0.
 
     bcx [s, b, 3h] holds b, c and x side by side, weight [h, k]; returns [s, b, h]. Computed in float32 or wider.
+    `reach` says which inputs an output sees where these are not just the ones above it.
     """
-    return _GatedShortConv.apply(bcx, weight)
+    return _GatedShortConv.apply(bcx, weight, reach)
 
 
 class _GatedShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bcx: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(bcx, weight)
+    def forward(ctx: Any, bcx: Tensor, weight: Tensor, reach: Reach | None) -> Tensor:
         b, c, x = _wide(bcx).chunk(3, -1)
-        return _conv(b * x, _taps(weight, c.dtype)).mul_(c).to(bcx.dtype)
+        u = b * x
+        arriving = reach.fetch(u.flatten(0, 1)) if reach is not None else None
+        z = _conv_near(u, _taps(weight, c.dtype), reach)
+        fetched = arriving() if arriving is not None else None
+        _add_far_(z, _taps(weight, c.dtype), reach, fetched)
+        ctx.reach = reach
+        ctx.save_for_backward(bcx, weight, fetched)
+        return z.mul_(c).to(bcx.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        bcx, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        bcx, weight, fetched = ctx.saved_tensors
+        reach: Reach | None = ctx.reach
         b, c, x = _wide(bcx).chunk(3, -1)
         dy, u, taps = grads[0].to(c.dtype), b * x, _taps(weight, c.dtype)
+        dz = dy * c
+        dtaps = torch.empty_like(taps)
+        returning = None
+        if reach is not None:
+            returning = reach.send_home(_far_backward(dz, taps, reach, fetched, dtaps))
+        else:
+            dtaps.zero_()
         dbcx = torch.empty_like(bcx)
         db, dc, dx = dbcx.chunk(3, -1)
-        dc.copy_(_conv(u, taps).mul_(dy))
-        dz = dy * c
-        # The transpose of a causal convolution looks ahead as far as that looks back.
-        du = _conv(dz.flip(0), taps).flip(0)
+        z = _conv_near(u, taps, reach)
+        _add_far_(z, taps, reach, fetched)
+        dc.copy_(z.mul_(dy))
+        del z
+        du = _near_backward(dz, u, taps, reach, dtaps)
+        if returning is not None:
+            returning(du.flatten(0, 1))
         dx.copy_(du * b)
         db.copy_(du.mul_(x))
-        dtaps = torch.zeros_like(taps)
-        for back in range(min(len(taps), len(u))):
-            dtaps[-1 - back] = (dz[back:] * u[: len(u) - back]).sum((0, 1))
-        return dbcx, dtaps.t().to(weight.dtype)
+        return dbcx, dtaps.t().to(weight.dtype), None
 
 
-def _conv(u: Tensor, taps: Tensor) -> Tensor:
-    """The causal convolution of u [s, b, h] with taps [k, h], a tensor of its own."""
+def _conv_near(u: Tensor, taps: Tensor, reach: Reach | None) -> Tensor:
+    """The causal convolution of u [s, b, h] with taps [k, h] over what is in memory before it, a tensor of its own."""
     z = u * taps[-1]
     for back in range(1, min(len(taps), len(u))):
-        z[back:].addcmul_(u[:-back], taps[-1 - back])
+        z[back:].addcmul_(_seen(u[:-back], back, reach), taps[-1 - back])
     return z
+
+
+def _near_backward(dz: Tensor, u: Tensor, taps: Tensor, reach: Reach | None, dtaps: Tensor) -> Tensor:
+    """The gradient of u; that of the taps is added to `dtaps`."""
+    du = dz * taps[-1]
+    dtaps[-1] += (dz * u).sum((0, 1))
+    for back in range(1, min(len(taps), len(u))):
+        ahead = _seen(dz[back:], back, reach)
+        du[:-back].addcmul_(ahead, taps[-1 - back])
+        dtaps[-1 - back] += (ahead * u[:-back]).sum((0, 1))
+    return du
+
+
+def _seen(x: Tensor, back: int, reach: Reach | None) -> Tensor:
+    """x [s - back, b, h] with zeros where an output does not see the input `back` places before it, whatever it is."""
+    return x if reach is None else x.masked_fill(~reach.near[back - 1][..., None], 0.0)
+
+
+def _add_far_(z: Tensor, taps: Tensor, reach: Reach | None, fetched: Tensor | None) -> None:
+    if reach is None or fetched is None:
+        return
+    rows = z.view(-1, z.shape[-1])
+    for back, (outputs, sources) in enumerate(reach.far, start=1):
+        # No output is there twice, so that the sum has one order.
+        rows[outputs] = torch.addcmul(rows[outputs], fetched[sources], taps[-1 - back])
+
+
+def _far_backward(dz: Tensor, taps: Tensor, reach: Reach, fetched: Tensor, dtaps: Tensor) -> Tensor:
+    """The gradient of what was fetched; that of the taps is written to `dtaps`."""
+    rows, dfetched = dz.view(-1, dz.shape[-1]), torch.zeros_like(fetched)
+    dtaps.zero_()
+    for back, (outputs, sources) in enumerate(reach.far, start=1):
+        ahead = rows[outputs]
+        dfetched[sources] = torch.addcmul(dfetched[sources], ahead, taps[-1 - back])
+        dtaps[-1 - back] += (ahead * fetched[sources]).sum(0)
+    return dfetched
 
 
 def _wide(x: Tensor) -> Tensor:

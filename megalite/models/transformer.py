@@ -109,6 +109,7 @@ class Transformer(nn.Module):
         *,
         kernels: KernelConfig | None = None,
         recompute: str = "none",
+        sequence_chunk: int = 0,
         seed: int = 0,
     ):
         super().__init__()
@@ -129,6 +130,9 @@ class Transformer(nn.Module):
         self.head = self._head() if stage.is_last else None
         self._holds_both_ends = False
         share_queue(self, self.queue)
+        for module in self.modules():
+            if isinstance(module, ParallelMLP):
+                module.sequence_chunk = sequence_chunk
 
     def _embedding(self) -> VocabParallelEmbedding:
         config = self.config

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megalite.kernels.activation import gelu, swiglu_packed
@@ -22,6 +24,11 @@ class ParallelMLP(nn.Module):
     """down(silu(gate x) * up x) (Shazeer, 2020, arXiv:2002.05202): [s, b, h] -> ([s, b, h], bias or None).
 
     Class attributes choose the form: `parts` names the blocks of the first GEMM, `activation` joins them, `bias`.
+
+    With `sequence_chunk` the block goes through the sequence so many tokens at a time and keeps its input alone, so
+    that no more than a chunk is ever as wide as the feed-forward layer (the tiled MLP of ALST, Bekman et al., 2025,
+    arXiv:2506.13996). Backward computes fc1 and the activation again, chunk by chunk; weight gradients that a schedule
+    puts off keep their chunks until they are computed.
     """
 
     parts: tuple[str, ...] = ("gate", "up")
@@ -29,6 +36,7 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, mpu: ParallelState):
         super().__init__()
+        self.sequence_chunk = 0
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.fc1 = FusedColumnParallelLinear(
             config.hidden_size,
@@ -54,7 +62,47 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Returns the output and the bias still to be added."""
-        return self.fc2(self.activation(self.fc1(x)))
+        rows = self._rows_at_once(x)
+        if rows >= x.shape[0]:
+            return self.fc2(self.activation(self.fc1(x)))
+        return _Chunked.apply(x, self, rows, *self.fc1.parameters(), self.fc2.weight), self.fc2.bias
+
+    def _rows_at_once(self, x: Tensor) -> int:
+        """Rows of x [s, b, h] (a tp rank's own, under sequence parallelism) that make a chunk on all tp ranks."""
+        gathered = self.fc1.axis.size if self.fc2.sequence_parallel else 1
+        return max(1, self.sequence_chunk // (x.shape[1] * gathered)) if self.sequence_chunk else x.shape[0]
+
+
+class _Chunked(torch.autograd.Function):
+    """The whole block over a chunk of rows at a time, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mlp: ParallelMLP, rows: int, *parameters: nn.Parameter) -> Tensor:
+        # The parameters are here for autograd alone: `mlp` has those that carry main_grad.
+        ctx.mlp, ctx.rows = mlp, rows
+        ctx.save_for_backward(x)
+        y = torch.empty_like(x)
+        for into, part in zip(y.split(rows), x.split(rows), strict=True):
+            into.copy_(mlp.fc2(mlp.activation(mlp.fc1(part)))[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), mlp = ctx.saved_tensors, ctx.mlp
+        dx = torch.empty_like(x)
+        learning = [p for name, p in mlp.fc1.named_parameters() if name.endswith("bias") and p.requires_grad]
+        sums = {bias: torch.zeros_like(bias) for bias in learning}
+        for into, part, dy in zip(*(t.split(ctx.rows) for t in (dx, x, grads[0])), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                middle = mlp.activation(mlp.fc1(part))
+            dmiddle = mlp.fc2.backward_of(middle.detach(), dy)
+            dpart, *dbiases = torch.autograd.grad(middle, [part, *learning], dmiddle)
+            into.copy_(dpart)
+            for total, dbias in zip(sums.values(), dbiases, strict=True):
+                total += dbias
+        # Linears have added their weights' gradients themselves.
+        return dx, None, None, *(sums.get(parameter) for parameter in mlp.fc1.parameters()), None
 
 
 class GeluMLP(ParallelMLP):

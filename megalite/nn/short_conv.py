@@ -12,6 +12,7 @@ from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
 from megalite.nn.mlp import output_std
 from megalite.parallel.collectives import sequence_part
+from megalite.parallel.halo import Halo, find_halo
 from megalite.parallel.random import normal_
 from megalite.parallel.shard import Cut, Shard, even_cut, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear, init_unless_meta
@@ -21,8 +22,9 @@ class GatedShortConv(nn.Module):
     """out(c * conv(b * x)) with b, c, x = in_proj(hidden): [s, b, h] -> ([s, b, h], None), as attention does.
 
     A tp rank holds the same channels of b, c and x (parameters of their own in one GEMM) and of the convolution, which
-    then needs no neighbour: under sequence parallelism in_proj has gathered the sequence. Padding is zero to the
-    tokens after it. Documents packed into a row are not told apart: up to conv_kernel_size - 1 tokens see across.
+    then needs no tp neighbour: under sequence parallelism in_proj has gathered the sequence. A context-parallel rank
+    fetches the conv_kernel_size - 1 gated inputs before each of its runs of places from the rank that holds them, while
+    it convolves the others. Documents see nothing of each other, and padding is zero to the tokens after it.
     """
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
@@ -60,4 +62,12 @@ class GatedShortConv(nn.Module):
         if context.batch.token_mask is not None:
             mask = sequence_part(context.batch.token_mask, self.tp, self.sequence_parallel)
             x = x.masked_fill(~mask[..., None], 0.0)
-        return self.proj(gated_short_conv(self.in_proj(x), self.conv))
+        return self.proj(gated_short_conv(self.in_proj(x), self.conv, self._halo(context)))
+
+    def _halo(self, context: Context) -> Halo | None:
+        """What the taps see, made once for the layers of a stage that look back equally far."""
+        depth = self.conv.shape[1] - 1
+        key = f"halo {depth}"
+        if key not in context.shared:
+            context.shared[key] = find_halo(context.cut, context.rows.documents, depth) if depth else None
+        return context.shared[key]

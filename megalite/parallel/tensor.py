@@ -339,6 +339,17 @@ class RowParallelLinear(_ParallelLinear):
             return y, self.bias
         return y if self.bias is None else y + self.bias
 
+    def backward_of(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of a parallel input x from dy, that of the output, for a caller with a backward pass of its own.
+
+        The weight gradient goes to the queue; the bias is the caller's.
+        """
+        if self.sequence_parallel:
+            dy = self.axis.all_gather(dy)
+        if self.weight.requires_grad:
+            self.queue.put(_weight_grad_work([self.weight], dy, x, None, None), [self.weight])
+        return dy @ self.weight
+
 
 class _Embedding(torch.autograd.Function):
     """Rows of a table; the gradient is added to the main gradient row by row, never as a dense copy of the table."""

@@ -31,6 +31,9 @@ class TrainConfig:
     """What gradients are summed in over data-parallel ranks: main (float32, or float64 under fp64) or bf16."""
     recompute: Literal["none", "full"] = "none"
     """What backward computes again instead of keeping: nothing, or every layer from its input."""
+    sequence_chunk: int = 0
+    """Tokens that a feed-forward layer works on at once, computed again in backward; 0 is all of a micro-batch. Experts
+    are not cut. Fewer tokens hold less memory at long seq_len; changes nothing else."""
     resume: str = "none"
     """Continue a run: none (a non-empty run folder is refused), auto (its latest checkpoint if there is one),
     or a checkpoint folder."""
@@ -76,7 +79,7 @@ class TrainConfig:
             for name, least in (
                 ("num_steps", 1), ("global_batch_size", 1), ("micro_batch_size", 1), ("log_every", 1),
                 ("eval_every", 0), ("eval_steps", 1), ("hang_seconds", 0), ("seed", 0), ("router_every", 1),
-                ("dead_expert_steps", 0),
+                ("dead_expert_steps", 0), ("sequence_chunk", 0),
             )
             if getattr(self, name) < least
         ]  # fmt: skip
