@@ -26,6 +26,9 @@ COVER = [
     ("gpt2", "packed", "cp4:ulysses"),
     ("gpt2", "packed-odd", "cp2:all_gather+recompute:full"),
     ("tied-llama", "packed", "cp4:ulysses_ring+mbs4"),
+    *[("llama", "window-odd", f"cp4:{mode}") for mode in MODES],
+    *[("llama", "sinks-packed", f"cp2:{mode}+tp2") for mode in MODES],
+    ("llama", "window-packed", "cp8"),
     # beside the other axes
     ("llama", "odd", "cp2+tp2+sp"),
     ("llama", "packed-odd", "cp2:ulysses+tp2+sp"),
@@ -59,6 +62,11 @@ def documents(data: SampleSource, seed: int) -> SampleSource:
 def config_of(model: str, rows: str, tokens: str, cache: Path) -> Config:
     """A tiny config whose rows are of 32 tokens, or of 29."""
     config = config_for(model, tokens, cache, global_batch_size=8)
+    if "window" in rows:  # in some layers
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, window=7, window_layers="from:2"))
+    if "sinks" in rows:
+        variants = dataclasses.replace(config.model, attention_sinks=True, attention_softcap=1.5)
+        config = dataclasses.replace(config, model=variants)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=29 if "odd" in rows else 32))
 
 

@@ -37,14 +37,17 @@ def peak_of_a_step(mpu: ParallelState, seq_len: int) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(world: World) -> int:
+def on_one_rank(world: World) -> tuple[int, int]:
     return world.run(peak_of_a_step, SEQ_LEN, ranks=1)[0]
 
 
 @pytest.mark.parametrize(
     ("cp", "mode"), [(2, "ring"), (4, "ring"), (4, "ulysses"), (4, "ulysses_ring"), (2, "all_gather")]
 )
-def test_peak_falls_with_the_ranks(cp: int, mode: Any, on_one_rank: int, world: World) -> None:
-    peaks = world.run(peak_of_a_step, SEQ_LEN, layout=ParallelConfig(cp=cp, cp_mode=mode), timeout=120.0)
-    # every rank also knows the whole rows: a few integers a token, and one block of scores
-    assert max(peaks) < on_one_rank / cp * 1.25, (peaks, on_one_rank)
+def test_memory_falls_with_the_ranks(cp: int, mode: Any, on_one_rank: tuple[int, int], world: World) -> None:
+    found = world.run(peak_of_a_step, SEQ_LEN, layout=ParallelConfig(cp=cp, cp_mode=mode), timeout=120.0)
+    kept, peak = on_one_rank
+    # Ulysses keeps a copy of KV heads that are fewer than the ranks
+    assert max(kept_here for kept_here, _ in found) < 1.06 * kept / cp
+    # the largest block of scores with its temporaries does not depend on the length of rows
+    assert max(peak_here for _, peak_here in found) < peak / cp + (8 << 20)
