@@ -21,8 +21,8 @@ TOLERANCE_OF_ONE = 0.02
 """The same for a row of one document and padding."""
 FINE = 0.01
 """Imbalance at which blocks are small enough."""
-MAX_BLOCKS = 64
-"""Blocks of a rank: kernels and messages want long runs of tokens."""
+BLOCKS = (2, 4, 8, 16, 32, 64)
+"""Blocks of a rank to try: kernels and messages want long runs of tokens."""
 
 
 def imbalance(work: Tensor) -> float:
@@ -60,26 +60,46 @@ def _cuts(starts: Tensor, cp: int, window: int) -> Iterator[Tensor]:
     yield zigzag(s, cp)
     places = torch.arange(s)
     seen = places - starts + 1 if not window else (places - starts + 1).clamp(max=window)
-    for num_blocks in range(2, min(n, MAX_BLOCKS) + 1):
-        if n % num_blocks:
-            continue
-        work = seen.view(cp * num_blocks, -1).sum(1)
-        ranks = _deal(work.tolist(), cp, num_blocks)
-        blocks = places.view(cp * num_blocks, -1)
-        yield torch.stack([blocks[torch.tensor(mine)].flatten() for mine in ranks])
-        if imbalance(torch.stack([work[torch.tensor(mine)].sum() for mine in ranks])) <= FINE:
+    so_far = torch.cat((seen.new_zeros(1), seen.cumsum(0)))
+    for num_blocks in BLOCKS:
+        if num_blocks > n:
+            return
+        sizes = _block_sizes(n, cp, num_blocks)
+        ends = sizes.cumsum(0)
+        work = so_far[ends] - so_far[ends - sizes]
+        ranks = _deal(work.tolist(), sizes.tolist(), cp, num_blocks)
+        blocks = places.split(sizes.tolist())
+        yield torch.stack([torch.cat([blocks[block] for block in mine]) for mine in ranks])
+        if imbalance(torch.stack([work[mine].sum() for mine in ranks])) <= FINE:
             return
 
 
-def _deal(work: list[int], cp: int, num_blocks: int) -> list[list[int]]:
-    """The numbers of the blocks of each rank, `num_blocks` each, ascending."""
+def _block_sizes(n: int, cp: int, num_blocks: int) -> Tensor:
+    """int64 [cp * num_blocks]: n // num_blocks tokens or one more, the longer ones spread over the row."""
+    borders = torch.arange(num_blocks + 1) * n // num_blocks
+    return (borders[1:] - borders[:-1]).repeat(cp)
+
+
+def _deal(work: list[int], sizes: list[int], cp: int, num_blocks: int) -> list[list[int]]:
+    """The numbers of the blocks of each rank, ascending: as many of each size for every rank."""
     ranks: list[list[int]] = [[] for _ in range(cp)]
-    loads = [(0, rank) for rank in range(cp)]
+    heaps = {size: [(0, rank) for rank in range(cp)] for size in set(sizes)}
+    room = {size: [sizes.count(size) // cp] * cp for size in heaps}
+    loads = [0] * cp
     for block in sorted(range(len(work)), key=lambda number: (-work[number], number)):
-        load, rank = heapq.heappop(loads)
+        size = sizes[block]
+        heap, left = heaps[size], room[size]
+        while True:  # loads that have grown since they were put into this heap go back
+            load, rank = heapq.heappop(heap)
+            if load == loads[rank]:
+                break
+            heapq.heappush(heap, (loads[rank], rank))
         ranks[rank].append(block)
-        if len(ranks[rank]) < num_blocks:
-            heapq.heappush(loads, (load + work[block], rank))
+        loads[rank] += work[block]
+        left[rank] -= 1
+        if left[rank]:
+            heapq.heappush(heap, (loads[rank], rank))
+    assert all(len(mine) == num_blocks for mine in ranks)
     return [sorted(mine) for mine in ranks]
 
 

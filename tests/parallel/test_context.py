@@ -118,6 +118,14 @@ def test_packed_rows_are_even(longest: int, window: int, cp: int) -> None:
         assert torch.equal(places.flatten().sort().values, torch.arange(4096))
 
 
+@pytest.mark.parametrize("seq_len", [8168, 8140, 6007 * 2, 4 * 1021 * 2])
+def test_lengths_with_large_prime_factors_are_even(seq_len: int) -> None:
+    starts = starts_of([5000, 200, 1000, 64, seq_len - 6264])
+    places = deal_row(starts[:, 0], 2)
+    assert places.shape == (2, seq_len // 2)
+    assert imbalance(Sight.causal(places[..., None], starts).num_pairs) <= 0.1
+
+
 def test_a_document_beside_many_short_ones() -> None:
     lengths = [1, 2, 7, 64, 3000, *[1] * 512, 510]
     starts = starts_of(lengths)

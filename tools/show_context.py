@@ -1,0 +1,162 @@
+"""Shows who computes which part of the attention matrix under context parallelism, before anything runs.
+
+`show_context.py --cp 4 --cp-mode ring,ulysses --seq-len 8192 --documents 5000,3000 --window 512`
+
+Draws each mode from the plan that its ranks would follow: the colour of a cell is the rank whose queries are there, the
+number is the step of its plan in which it computes the cell (0 with its own keys; under ring, t with those of rank
++ t). Beside it: the attention work of every rank, the imbalance, and the bytes that each rank sends in one layer,
+forward and backward, for one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from megalite.batch import MicroBatch
+from megalite.mpu import ParallelConfig, RankGrid
+from megalite.parallel.context import pad_rows, row_multiple, row_places
+from megalite.parallel.context_attention import head_exchange_problems
+from megalite.parallel.context_picture import COLOURS, ContextPicture, Heads, bytes_text, context_picture, svg
+from megalite.parallel.context_plan import Sight
+
+MODES: tuple[str, ...] = get_args(get_type_hints(ParallelConfig)["cp_mode"])
+
+
+def main() -> None:
+    """Draws the modes that were asked for."""
+    arguments = _parser().parse_args()
+    try:
+        pictures = list(_pictures(arguments))
+    except ValueError as error:
+        sys.exit(f"show_context.py: {error}")
+    console = Console()
+    for picture in pictures:
+        console.print(_drawing(picture), soft_wrap=True)
+        console.print(_table(picture))
+    if arguments.svg is not None:
+        arguments.svg.write_text(svg(pictures))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([_figures(picture) for picture in pictures], indent=1) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--cp", type=int, default=4, help="context-parallel ranks (default 4)")
+    parser.add_argument("--cp-mode", default=",".join(MODES), help=f"a list of {', '.join(MODES)}; default: all")
+    parser.add_argument("--cp-ulysses", type=int, default=2, help="ranks of a block of ulysses_ring (default 2)")
+    parser.add_argument("--seq-len", type=int, help="tokens of the row (default: the documents, or 8192)")
+    parser.add_argument("--documents", type=_lengths, help="lengths of packed documents; what is left is one more")
+    parser.add_argument("--window", type=int, default=0, help="tokens that a token sees at most (0: no limit)")
+    parser.add_argument("--num-heads", type=int, default=8)
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--bytes", type=int, default=2, help="of an element of activations (default 2)")
+    parser.add_argument("--cells", type=int, default=32, help="cells of a side of the picture (default 32)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    return parser
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = [int(part) for part in text.split(",")]
+    if min(lengths) < 1:
+        raise argparse.ArgumentTypeError("documents have at least one token")
+    return lengths
+
+
+def _pictures(arguments: argparse.Namespace) -> Iterator[ContextPicture]:
+    heads = Heads(
+        num_heads=arguments.num_heads,
+        kv_heads=arguments.num_kv_heads,
+        head_size=arguments.head_dim,
+        bytes_per_element=arguments.bytes,
+    )
+    if heads.num_heads % heads.kv_heads:
+        raise ValueError(f"--num-heads={heads.num_heads} is not divisible by --num-kv-heads={heads.kv_heads}")
+    sight = _sight(arguments)
+    for mode in arguments.cp_mode.split(","):
+        if mode not in MODES:
+            raise ValueError(f"--cp-mode={mode} is not a mode; there are {', '.join(MODES)}")
+        parallel = ParallelConfig(cp=arguments.cp, cp_mode=mode, cp_ulysses=arguments.cp_ulysses)  # pyright: ignore[reportArgumentType]
+        problems = RankGrid.problems(arguments.cp, parallel)
+        problems = problems or head_exchange_problems(heads.num_heads, parallel.head_exchange_size)
+        if problems:
+            raise ValueError("\n".join(problems))
+        yield context_picture(sight, parallel, heads, cells=arguments.cells)
+
+
+def _sight(arguments: argparse.Namespace) -> Sight:
+    """What each token of the row sees, once it is padded and cut as in training."""
+    lengths: list[int] = arguments.documents or []
+    seq_len = arguments.seq_len or sum(lengths) or 8192
+    if sum(lengths) > seq_len:
+        raise ValueError(f"documents of {sum(lengths)} tokens do not fit into --seq-len={seq_len}")
+    if seq_len > sum(lengths):
+        lengths = [*lengths, seq_len - sum(lengths)]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    starts = torch.repeat_interleave(ends[:-1], torch.tensor(lengths))[:, None]
+    rows = pad_rows(_batch(seq_len, starts if len(lengths) > 1 else None), row_multiple(arguments.cp, 1, False))
+    return Sight.causal(row_places(rows, arguments.cp, arguments.window), rows.documents, arguments.window)
+
+
+def _batch(seq_len: int, documents: Tensor | None) -> MicroBatch:
+    zeros = torch.zeros(seq_len, 1, dtype=torch.int64)
+    return MicroBatch(
+        tokens=zeros, labels=zeros, loss_mask=zeros.float(), positions=zeros, samples=zeros[0], step=0,
+        documents=documents,
+    )  # fmt: skip
+
+
+def _drawing(picture: ContextPicture) -> Text:
+    """Two columns a cell: the step in the colour of the rank."""
+    text = Text(f"{picture.title}\n", style="bold")
+    for ranks, steps in zip(picture.rank.tolist(), picture.step.tolist(), strict=True):
+        for rank, step in zip(ranks, steps, strict=True):
+            if rank < 0:
+                text.append(" .", style="dim not bold")
+            else:
+                text.append(f"{step:2d}", style=f"not bold white on {COLOURS[rank % len(COLOURS)]}")
+        text.append("\n")
+    return text
+
+
+def _table(picture: ContextPicture) -> Table:
+    caption = f"imbalance of the work {picture.imbalance:.2%}"
+    table = Table(box=SIMPLE_HEAD, caption=caption, padding=(0, 1, 0, 0))
+    for column in ("", "rank", "(query, key) pairs x heads", "sends forward", "sends backward"):
+        table.add_column(column, justify="left" if not column else "right")
+    for rank, work in enumerate(picture.work.tolist()):
+        colour = COLOURS[rank // picture.ranks_together % len(COLOURS)]
+        sent = (bytes_text(part[rank]) for part in (picture.forward_bytes, picture.backward_bytes))
+        table.add_row(Text("  ", style=f"on {colour}"), str(rank), f"{work:,}", *sent)
+    return table
+
+
+def _figures(picture: ContextPicture) -> dict[str, object]:
+    return {
+        "title": picture.title,
+        "imbalance": picture.imbalance,
+        "work": picture.work.tolist(),
+        "forward_bytes": picture.forward_bytes.tolist(),
+        "backward_bytes": picture.backward_bytes.tolist(),
+        "rank": picture.rank.tolist(),
+        "step": picture.step.tolist(),
+    }
+
+
+if __name__ == "__main__":
+    main()
