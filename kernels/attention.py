@@ -10,38 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dropout import feature_hash, keep_threshold, mix_, row_hash
-from .rope import apply_rope, rotate_rows_
+from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_mask, product
+from .dropout import feature_hash
+from .rope import apply_rope
 
 AttentionBackend = Literal["sdpa", "block"]
-Rope = tuple[Tensor, Tensor]  # cos and sin [s, b, r / 2], from `rope_tables`
 
 _BLOCK = 128  # query or key positions in a block of the `block` backend
-_CACHED = 1 << 20  # scores that a CPU thread works on at a time; smaller products do not run at full speed
 _BLOCK_WINS_TO = 1024  # on CPUs with AVX-512, forward and backward: 1.1 to 1.6 times SDPA at 512, level at 2048
-_LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
-_HEAD_STEP = 0x85EBCA77  # odd, so that no two heads of a layer share a row hash
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionDropout:
-    """Dropout of attention probabilities, by hash of (query token, head, key position): see `dropout`."""
-
-    p: float
-    """Probability that a (query, key) pair of a head is dropped; below 1."""
-    key: Tensor
-    """int32 [2], from `dropout_key`."""
-    token_index: Tensor
-    """int64 [s, b]: number of each query token in the run."""
-    head_offset: int = 0
-    """Number of the first query head here, among all heads of the layer."""
 
 
 def resolve_attention(
@@ -117,7 +99,7 @@ def block_forward(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide)
-    for chunk in _chunks(q, k):
+    for chunk in _all_chunks(q, k):
         q_rows, k_rows = (_turned(x, chunk, rope).to(wide) for x in (q, k))
         out_rows, lse_rows = _chunk_forward(q_rows, k_rows, chunk.rows(v, v.dtype), scale, chunk, dropout)
         chunk.store(out_rows, out)
@@ -140,7 +122,7 @@ def block_backward(
     """Gradients of q, k and v from dout, given what `block_forward` returned; written into `grads` where given."""
     dtype, wide = q.dtype, lse.dtype
     grads = grads if grads is not None else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    for chunk in _chunks(q, k):
+    for chunk in _all_chunks(q, k):
         q_rows, k_rows = (_turned(x, chunk, rope) for x in (q, k))
         do_rows = chunk.rows(dout, wide)
         delta = (do_rows * chunk.rows(out, wide)).sum(-1, keepdim=True)
@@ -155,55 +137,12 @@ def block_backward(
     return grads
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """KV heads `heads` of batch rows `batch`, and the query heads that read them; here they become `rows`.
-
-    rows: [batch rows * KV heads, s * group, d], the `group` query heads of a KV head being neighbours (k and v: 1).
-    """
-
-    batch: slice
-    heads: slice
-    kv_heads: int
-
-    def view(self, x: Tensor) -> Tensor:
-        """The chunk's part of x [s, b, heads, d] as [batch rows, KV heads, s, group, d]."""
-        group = x.shape[2] // self.kv_heads
-        part = x[:, self.batch].unflatten(2, (self.kv_heads, group))[:, :, self.heads]
-        return part.permute(1, 2, 0, 3, 4)
-
-    def rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The chunk's part of x [s, b, heads, d] as rows, a copy in dtype."""
-        view = self.view(x)
-        return torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view).flatten(2, 3).flatten(0, 1)
-
-    def store(self, rows: Tensor, x: Tensor) -> None:
-        """The inverse of `rows`, into x."""
-        view = self.view(x)
-        view.copy_(rows.view(view.shape))
-
-    def turn_(self, rows: Tensor, rope: Rope, direction: int) -> Tensor:
-        """Turns rows by their positions, or with direction -1 back, in place."""
-        cos, sin = (table[:, self.batch].transpose(0, 1) for table in rope)
-        rotate_rows_(rows.unflatten(0, (cos.shape[0], -1)), cos, direction * sin)
-        return rows
+def _all_chunks(q: Tensor, k: Tensor) -> Iterator[Chunk]:
+    s = q.shape[0]
+    return chunks(q, k, slice(0, q.shape[1]), min(_BLOCK, s) * s)
 
 
-def _chunks(q: Tensor, k: Tensor) -> Iterator[_Chunk]:
-    """All heads of all batch rows; on a CPU, so many at a time that a block of their scores stays small."""
-    s, b, num_heads, _ = q.shape
-    kv_heads = k.shape[2]
-    pairs = b * kv_heads
-    if q.device.type == "cpu":
-        scores = min(_BLOCK, s) * (num_heads // kv_heads) * s
-        pairs = torch.get_num_threads() * max(1, _CACHED // max(1, scores))
-    num_rows, num_heads = max(1, pairs // kv_heads), min(pairs, kv_heads)
-    for row in range(0, b, num_rows):
-        for head in range(0, kv_heads, num_heads):
-            yield _Chunk(slice(row, min(row + num_rows, b)), slice(head, min(head + num_heads, kv_heads)), kv_heads)
-
-
-def _turned(x: Tensor, chunk: _Chunk, rope: Rope | None) -> Tensor:
+def _turned(x: Tensor, chunk: Chunk, rope: Rope | None) -> Tensor:
     """The rows of x in its dtype, turned by their positions."""
     if rope is None:
         return chunk.rows(x, x.dtype)
@@ -211,7 +150,7 @@ def _turned(x: Tensor, chunk: _Chunk, rope: Rope | None) -> Tensor:
 
 
 def _chunk_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, chunk: _Chunk, dropout: AttentionDropout | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, chunk: Chunk, dropout: AttentionDropout | None
 ) -> tuple[Tensor, Tensor]:
     """(out in v's dtype, log-sum-exp) from rows, q and k in float32 or wider."""
     s, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -221,15 +160,15 @@ def _chunk_forward(
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         rows = slice(start * group, stop * group)
-        scores = _product(q[:, rows], k[:, :stop])
+        scores = product(q[:, rows], k[:, :stop])
         scores[:, :, start:].add_(future[: (stop - start) * group, : stop - start])
         top = scores.amax(-1, keepdim=True).mul_(scale)
-        probs = _exp_(scores, scale, top)
+        probs = exp_(scores, scale, top)
         total = probs.sum(-1, keepdim=True)
         torch.add(total.log(), top, out=lse[:, rows])
         probs.div_(total)
         if dropout is not None:
-            keep = _keep(dropout, slice(start, stop), slice(0, stop), group, chunk).mT
+            keep = keep_mask(dropout, slice(start, stop), feature_hash(0, stop, q.device), group, chunk).mT
             probs.masked_fill_(~keep, 0.0).mul_(1.0 / (1.0 - dropout.p))
         torch.bmm(probs.to(v.dtype), v[:, :stop], out=out[:, rows])
     return out, lse
@@ -243,7 +182,7 @@ def _chunk_backward(
     lse: Tensor,
     delta: Tensor,
     scale: float,
-    chunk: _Chunk,
+    chunk: Chunk,
     dropout: AttentionDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows q, k and v; lse and delta [heads, 1, s * group] and do are in float32 or wider.
@@ -259,12 +198,12 @@ def _chunk_backward(
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         keys, queries = slice(start, stop), slice(start * group, s * group)
-        scores = _product(k_wide[:, keys], q_wide[:, queries])
+        scores = product(k_wide[:, keys], q_wide[:, queries])
         scores[:, :, : (stop - start) * group].add_(future[: stop - start, : (stop - start) * group])
-        probs = dropped = _exp_(scores, scale, lse[:, :, queries])
-        dprobs = _product(v_wide[:, keys], do[:, queries])
+        probs = dropped = exp_(scores, scale, lse[:, :, queries])
+        dprobs = product(v_wide[:, keys], do[:, queries])
         if dropout is not None:
-            drop = ~_keep(dropout, slice(start, s), keys, group, chunk)
+            drop = ~keep_mask(dropout, slice(start, s), feature_hash(start, stop, q.device), group, chunk)
             rescale = 1.0 / (1.0 - dropout.p)
             dropped = probs.masked_fill(drop, 0.0).mul_(rescale)
             dprobs.masked_fill_(drop, 0.0).mul_(rescale)
@@ -339,30 +278,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.permute(2, 0, 1, 3)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T, batch by batch. On a CPU, bmm would bring a slice of rows in order while it transposes it, far slower."""
-    return torch.bmm(a, b.contiguous().mT)
-
-
-def _exp_(scores: Tensor, scale: float, shift: Tensor) -> Tensor:
-    """exp(scores * scale - shift) in place.
-
-    Forward and backward scale here, not in their matrix products: those then agree on the scores to the last bit,
-    in either order of operands, and the gradient of q does not suffer where keys are large.
-    """
-    return torch.add(shift * -_LOG2_E, scores, alpha=scale * _LOG2_E, out=scores).exp2_()
-
-
 def _future(size: int, like: Tensor) -> Tensor:
     """[size, size]: -inf where the key (row) comes after the query (column), else 0."""
     return like.new_full((size, size), float("-inf")).tril_(-1)
-
-
-def _keep(dropout: AttentionDropout, queries: slice, keys: slice, group: int, chunk: _Chunk) -> Tensor:
-    """bool [pairs of the chunk, keys, queries * group]: what dropout keeps of the transposed probabilities."""
-    row = row_hash(dropout.key, dropout.token_index[queries, chunk.batch]).t()[:, None, :, None]
-    heads = torch.arange(chunk.heads.start * group, chunk.heads.stop * group, device=row.device)
-    heads = heads.add_(dropout.head_offset).mul_(_HEAD_STEP).to(torch.int32)
-    row = mix_(row + heads.view(-1, 1, group)).flatten(2).flatten(0, 1)
-    feature = feature_hash(keys.start, keys.stop, row.device)
-    return mix_(row[:, None, :] + feature[:, None]) >= keep_threshold(dropout.p)

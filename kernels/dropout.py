@@ -75,7 +75,12 @@ def mix_(x: Tensor) -> Tensor:
 
 def feature_hash(start: int, stop: int, device: torch.device) -> Tensor:
     """int32 [stop - start]: what each feature number adds to a row hash before the last mix."""
-    return torch.arange(start, stop, device=device).mul_(_GOLDEN).to(torch.int32)
+    return hash_features(torch.arange(start, stop, device=device))
+
+
+def hash_features(features: Tensor) -> Tensor:
+    """int32: the same for feature numbers int64 [n] in any order."""
+    return (features * _GOLDEN).to(torch.int32)
 
 
 def keep_threshold(p: float) -> int:

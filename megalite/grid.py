@@ -47,8 +47,11 @@ class ParallelConfig:
     """Micro-batches that the interleaved schedule sends through one model chunk before the next; by default pp."""
     zero: int = 0
     """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
-    cp_mode: str = "ring"
-    """How attention crosses the sequence cut."""
+    cp_mode: Literal["ring", "all_gather", "ulysses", "ulysses_ring"] = "ring"
+    """How attention crosses the sequence cut: keys and values travel round a ring or are gathered, each rank takes all
+    tokens of some heads (ulysses), or that within blocks of cp_ulysses ranks and a ring across them (ulysses_ring)."""
+    cp_ulysses: int = 2
+    """Consecutive context-parallel ranks of a block of ulysses_ring: those of a node, for example."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the rank numbering, the fastest first; the axis with the most traffic belongs first."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -61,6 +64,11 @@ class ParallelConfig:
     def may_hold_copies(self) -> bool:
         """Whether ranks r and pp - 1 - r of a pipeline may hold the same stages: of a plan in a file, it says which."""
         return self.schedule == "dualpipe" or self.schedule.startswith("csv:")
+
+    @property
+    def head_exchange_size(self) -> int:
+        """Context-parallel ranks that exchange sequence for heads before attention; 1 where none do."""
+        return {"ulysses": self.cp, "ulysses_ring": self.cp_ulysses}.get(self.cp_mode, 1) if self.cp > 1 else 1
 
     def data_parallel_size(self, world_size: int) -> int:
         """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""
@@ -118,6 +126,11 @@ class RankGrid:
                 f" = {model}; their product can be {_divisors(world_size)}, or start more ranks with torchrun"
             )
             return found
+        if config.head_exchange_size < 1 or config.cp % config.head_exchange_size:
+            found.append(
+                f"parallel.cp_ulysses={config.cp_ulysses} does not divide parallel.cp={config.cp};"
+                f" it can be {_divisors(config.cp)}"
+            )
         stage_ranks = world_size // config.pp
         if stage_ranks % (config.ep * config.etp):
             found.append(

@@ -102,6 +102,19 @@ class Pending:
         return self._result
 
 
+class PendingExchange:
+    """Messages under way, to and from several ranks; `wait` returns when all of them are through."""
+
+    def __init__(self, works: Sequence[Pending] = (), tensors: Sequence[Tensor] = ()):
+        self._works, self._tensors = works, tensors  # backends need not keep what they send alive
+
+    def wait(self) -> None:
+        """Blocks until what was received is there and what was sent may change."""
+        for work in self._works:
+            work.wait()
+        self._works = self._tensors = ()
+
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -271,6 +284,30 @@ class Axis:
         work = dist.irecv(tensor, self.ranks[peer], group=self.group)
         return self._started(tensor, work)
 
+    def start_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> PendingExchange:
+        """Begins messages (index of the peer, contiguous tensor) in both directions as one batch.
+
+        It cannot deadlock if both ends of each message put it into batches of the same number, and messages between
+        two ranks have the same order in the lists of both. Keep what is sent unchanged until `wait`.
+        """
+        if not sends and not receives:
+            return PendingExchange()
+        for _, tensor in sends:
+            assert tensor.is_contiguous(), "send needs a contiguous tensor"
+            self._enter("send", tensor.nbytes)
+        self.last_call.enter(self.name, "exchange", _call_site())
+        messages = [(dist.isend, tensor.detach(), peer) for peer, tensor in sends]
+        messages += [(dist.irecv, tensor, peer) for peer, tensor in receives]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(kind, tensor, self.ranks[peer], self.group) for kind, tensor, peer in messages]
+        )
+        # NCCL joins a batch into one work
+        started = [Pending(messages[0][1], work, self.last_call) for work in works]
+        self.last_call.finished = True
+        return PendingExchange(started, [tensor for _, tensor, _ in messages])
+
     def _started(self, tensor: Tensor, work: dist.Work | None) -> Pending:
         """A point-to-point operation, which cannot hang before its `wait`."""
         pending = Pending(tensor, work, self.last_call)
@@ -341,7 +378,9 @@ class ParallelState:
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed (experts': edp); tp_cp and
     tp_dp_cp cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the dense model
     (with cp = 1), etp_ep one of a stage's experts; embd joins the first and the last stage; replica joins the two ranks
-    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout.
+    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout. Attention
+    exchanges sequence for heads over cp_inner, consecutive ranks of cp, and passes keys on over cp_outer, one rank of
+    each such block; where one of them is all of cp, it is the very axis cp.
     """
 
     config: ParallelConfig
@@ -362,6 +401,8 @@ class ParallelState:
     etp_ep: Axis
     embd: Axis
     replica: Axis
+    cp_inner: Axis
+    cp_outer: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
@@ -372,7 +413,8 @@ class ParallelState:
         """One rank, no process group: every layer works with it, without torch.distributed."""
         config = ParallelConfig()
         last_call = LastCall()
-        axes = {name: Axis(name, last_call=last_call) for name in ("world", *_AXES, "embd", "replica")}
+        names = ("world", *_AXES, "embd", "replica", "cp_inner", "cp_outer")
+        axes = {name: Axis(name, last_call=last_call) for name in names}
         return ParallelState(config, config.grid(1), 0, **axes, last_call=last_call)
 
     @staticmethod
@@ -399,6 +441,7 @@ class ParallelState:
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
         axes["replica"] = axis("replica", grid.mirror_members(me) if config.may_hold_copies else (me,))
+        axes["cp_inner"], axes["cp_outer"] = _two_levels(axes["cp"], config.head_exchange_size)
         return ParallelState(config, grid, me, **axes, last_call=last_call)
 
     def blocks(self, axis: Axis, size: int) -> Axis:
@@ -411,8 +454,10 @@ class ParallelState:
         return make_axis(f"{axis.name}/{size}", axis.ranks[start : start + size], self.last_call)
 
     def axes(self) -> dict[str, Axis]:
-        """All axes by name."""
-        return {name: getattr(self, name) for name in ("world", *_AXES, "embd", "replica")}
+        """All axes by name, each once."""
+        found = {name: getattr(self, name) for name in ("world", *_AXES, "embd", "replica")}
+        levels = {"cp_inner": self.cp_inner, "cp_outer": self.cp_outer}
+        return found | {name: axis for name, axis in levels.items() if axis is not self.cp}
 
     def reset_stats(self) -> None:
         """Forgets what has been counted on every axis."""
@@ -429,6 +474,15 @@ class ParallelState:
                 nodes = {r // ranks_per_node for r in axis.ranks} if ranks_per_node else {0}
                 rows.append((name, axis.size, _compact(axis.ranks), "yes" if len(nodes) == 1 else "no"))
         return rows
+
+
+def _two_levels(axis: Axis, size: int) -> tuple[Axis, Axis]:
+    """(blocks of `size` consecutive ranks of `axis`, the ranks at the same place of each block)."""
+    blocks, place = axis.rank // size, axis.rank % size
+    inner = axis.ranks[blocks * size : (blocks + 1) * size]
+    levels = (("inner", inner), ("outer", axis.ranks[place::size]))
+    found = [axis if part == axis.ranks else make_axis(f"{axis.name}_{n}", part, axis.last_call) for n, part in levels]
+    return found[0], found[1]
 
 
 def make_axis(name: str, ranks: Sequence[int], last_call: LastCall | None = None) -> Axis:

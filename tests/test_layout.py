@@ -60,6 +60,8 @@ def test_an_unnamed_dp_is_the_least_that_fits(text: str, ranks: int) -> None:
         ("dp2:ring", "only pp, cp, ep, etp take"),
         ("ep2:ring", "ep takes :all_to_all, :all_gather or :hierarchical"),
         ("ep2:hierarchical", "such as :hierarchical2"),
+        ("cp2:star", "cp takes :ring, :all_gather"),
+        ("cp4:ulysses_ring0", "such as :ulysses_ring4"),
         ("etp2:half", "etp takes :whole only"),
         ("tp2++pp2", "not a part"),
         ("", "not a part"),
@@ -83,7 +85,7 @@ SIZE = st.sampled_from([1, 2, 3, 4, 8])
         schedule=st.sampled_from(["1f1b", "gpipe", "zb_v"]), group_size=st.sampled_from([None, 3, 8]),
         cut_expert_tokens=st.booleans(), expert_dispatch=st.sampled_from(["all_to_all", "all_gather"]),
         zero=st.integers(0, 3),
-        cp_mode=st.sampled_from(["ring", "ulysses"]),
+        cp_mode=st.sampled_from(["ring", "all_gather", "ulysses"]),
     ),
     SIZE,
     st.sampled_from(["none", "full", "every:2"]),
@@ -106,6 +108,13 @@ def test_how_tokens_reach_experts() -> None:
     assert format_layout(layout) == "tp2+ep4:hierarchical2+etp2:whole"
     assert format_layout(parse_layout("ep2:all_to_all")) == "ep2"
     assert parse_layout("ep2:all_gather").parallel.expert_dispatch == "all_gather"
+
+
+def test_the_ranks_of_a_block_of_heads() -> None:
+    layout = parse_layout("cp8:ulysses_ring4")
+    assert layout.parallel == ParallelConfig(cp=8, cp_mode="ulysses_ring", cp_ulysses=4)
+    assert format_layout(layout) == "cp8:ulysses_ring4"
+    assert format_layout(parse_layout("cp8:ulysses_ring2")) == "cp8:ulysses_ring"
 
 
 def test_written_form_leaves_out_what_is_off() -> None:

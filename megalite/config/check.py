@@ -62,8 +62,6 @@ def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
     parallel = config.parallel
     found: list[str] = []
-    if parallel.cp > 1:
-        found.append(f"parallel.cp={parallel.cp}: context parallelism is not built yet; use 1")
     if parallel.zero != 0:
         found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
@@ -156,12 +154,13 @@ def _cut_problems(config: Config) -> list[str]:
         )
     if model.vocab_size < tp:
         found.append(f"model.vocab_size={model.vocab_size} is less than parallel.tp={tp}: a rank would hold no row")
-    seq_len = config.data.seq_len
-    if parallel.sequence_parallel and seq_len % tp:
+    heads, exchanged = model.num_heads // tp, parallel.head_exchange_size
+    if exchanged > 1 and model.num_heads % tp == 0 and heads % exchanged:
         found.append(
-            f"data.seq_len={seq_len} is not divisible by parallel.tp={tp} under sequence_parallel;"
-            f" {_nearest(seq_len, tp, 'seq_len')}"
+            f"parallel.cp_mode={parallel.cp_mode} exchanges the {heads} heads of a rank (num_heads={model.num_heads} /"
+            f" tp={tp}) over {exchanged} ranks, which must divide them: they can be {divisors(heads)}; or use ring"
         )
+    seq_len = config.data.seq_len
     if model.name == "gpt2" and seq_len > model.max_positions:
         found.append(
             f"data.seq_len={seq_len} is longer than model.max_positions={model.max_positions}, the learned positions;"

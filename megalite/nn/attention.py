@@ -16,13 +16,16 @@ from megalite.kernels.attention import (
     packed_attention,
     resolve_attention,
 )
+from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, attend
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.norm import rms_norm
+from megalite.kernels.rope import apply_rope
 from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std
+from megalite.parallel.context_attention import ContextAttention
 from megalite.parallel.shard import Shard, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
 
@@ -58,6 +61,8 @@ class ParallelAttention(nn.Module):
         if problems := head_problems(config.num_heads, config.kv_heads, mpu.tp.size):
             raise ValueError("\n".join(problems))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
+        self.window, self.sinks, self.is_plain = 0, None, True
+        self.across = ContextAttention.of(mpu)
         self.scale = 1.0 / math.sqrt(config.head_size)
         self.choice: Literal["auto", "sdpa", "block"] = kernels.attention
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
@@ -96,12 +101,36 @@ class ParallelAttention(nn.Module):
                 context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
             )
             dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
-        backend = resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0])
-        return self._mix(qkv, backend, dropout, context.rope)
+        if self.is_plain and context.batch.documents is None and context.cut.axis.size == 1:
+            backend = resolve_attention(self.choice, device=qkv.device, dropout=p, seq_len=qkv.shape[0])
+            return self._mix(qkv, backend, dropout, context.rope)
+        q, k, v = self.heads(qkv)
+        if context.rope is not None:
+            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        return self._attend_rows(q, k, v, dropout, context).flatten(2)
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [s, b, heads, d], k and v [s, b, kv_heads, d], before rotary positions."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in qkv.split(self.qkv.sizes, -1))
+        return q, k, v
+
+    def kernel(self, device: torch.device, dropout: float) -> AttentionKernel:
+        """What attends to a block of keys, wherever they come from: override it with a kernel of your own."""
+        return BlockKernel(scale=self.scale)
+
+    def _attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None, context: Context
+    ) -> Tensor:
+        """[s, b, heads, d] of this rank's queries on all keys that they see, by intervals of places."""
+        kernel = self.kernel(q.device, dropout.p if dropout is not None else 0.0)
+        if context.cut.axis.size > 1:
+            return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=self.sinks)
+        return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=self.sinks)
 
     def _mix(
         self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
     ) -> Tensor:
+        """Causal attention within rows that are whole here and one document each."""
         return packed_attention(
             qkv,
             head_dim=self.head_size,
@@ -124,11 +153,15 @@ class QKNormAttention(ParallelAttention):
         self.q_norm = HeadNorm(config, mpu)
         self.k_norm = HeadNorm(config, mpu)
 
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with q and k normed."""
+        q, k, v = super().heads(qkv)
+        return self.q_norm(q), self.k_norm(k), v
+
     def _mix(
         self, qkv: Tensor, backend: AttentionBackend, dropout: AttentionDropout | None, rope: Rope | None
     ) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in qkv.split(self.qkv.sizes, -1))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.heads(qkv)
         return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.kernels.attention_mask import AttentionMask, first_seen
 from megalite.mpu import Axis
 from megalite.parallel.context import RowCut, cut_rows
 
@@ -38,7 +38,6 @@ class Context:
     batch: this context-parallel rank's part of the rows; rows: the rows before that cut, and cut: how it was made.
     token_index: int64 [s_local, b], the global token numbers of the rows this rank's residual stream holds.
     rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions. training switches dropout on.
-    shared: what layers work out from the batch alone, once for all of them.
     """
 
     batch: MicroBatch
@@ -48,7 +47,15 @@ class Context:
     rope: tuple[Tensor, Tensor] | None
     seed: int
     training: bool
-    shared: dict[str, Any] = field(default_factory=dict, compare=False)
+    masks: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
+
+    def mask(self, window: int = 0) -> AttentionMask:
+        """What this rank's tokens see of one another within `window` places (0: no limit); made once for all layers."""
+        if window not in self.masks:
+            places = self.batch.row_places.expand_as(self.batch.tokens)
+            start = first_seen(places, self.batch.documents, window)
+            self.masks[window] = AttentionMask(query=places, start=start, key=places)
+        return self.masks[window]
 
     @staticmethod
     def uncut(

@@ -1,13 +1,14 @@
 """Context parallelism: which tokens of each row a rank holds, and how a whole row is seen where it is needed.
 
-Causal attention gives late tokens more to do, so that rows are dealt in a zigzag: of 2c equal chunks, rank r holds the
-r-th from both ends (Brandon et al., 2023, arXiv:2311.09431; Llama 3, arXiv:2407.21783).
+Causal attention gives late tokens more to do, so that a row of one document is dealt in a zigzag: of 2c equal chunks,
+rank r holds the r-th from both ends (Brandon et al., 2023, arXiv:2311.09431; Llama 3, arXiv:2407.21783). Rows of
+several documents are dealt by their work (`context_balance`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +16,31 @@ from torch import Tensor
 
 from megalite.batch import MicroBatch
 from megalite.mpu import Axis
+from megalite.parallel.context_balance import deal_row, zigzag
+from megalite.parallel.context_plan import Sight
 
 
 @dataclass(frozen=True)
 class RowCut:
-    """How the rows of one micro-batch are cut over `axis`: places int64 [ranks, s / ranks, b], in ascending order."""
+    """How the rows of one micro-batch are cut over `axis`.
+
+    places: int64 [ranks, s / ranks, b], in ascending order. documents: int64 [s, b], the place at which the document of
+    each place begins (None: there is one). plans: what attention has worked out for these rows, for all layers.
+    """
 
     axis: Axis
     places: Tensor
+    documents: Tensor | None = None
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def mine(self) -> Tensor:
         """int64 [s / ranks, b]: the places of this rank's tokens."""
         return self.places[self.axis.rank]
+
+    def sight(self, window: int = 0) -> Sight:
+        """What each token sees: its document so far, at most `window` tokens."""
+        return Sight.causal(self.places, self.documents, window)
 
     def here(self, whole: Tensor) -> Tensor:
         """This rank's part of whole rows [s, b, ...]."""
@@ -76,25 +89,34 @@ def pad_rows(batch: MicroBatch, multiple: int) -> MicroBatch:
     )
 
 
-def cut_rows(batch: MicroBatch, axis: Axis) -> tuple[MicroBatch, RowCut]:
-    """This rank's part of a micro-batch of padded rows, and how it was cut."""
+def cut_rows(batch: MicroBatch, axis: Axis, window: int = 0) -> tuple[MicroBatch, RowCut]:
+    """This rank's part of a micro-batch of padded rows, and how it was cut.
+
+    window: how many tokens attention sees at most, where all layers have the same (0: no limit).
+    """
     assert batch.places is None, "the rows are cut already"
-    places = row_places(batch, axis.size)
-    cut = RowCut(axis, places)
-    whole = torch.arange(batch.seq_len, device=batch.tokens.device)[:, None].expand_as(batch.tokens)
+    cut = RowCut(axis, row_places(batch, axis.size, window).to(batch.tokens.device), batch.documents)
     if axis.size == 1:
         return batch, cut
+    whole = torch.arange(batch.seq_len, device=batch.tokens.device)[:, None].expand_as(batch.tokens)
     return replace(batch, places=whole).map(cut.here), cut
 
 
-def row_places(batch: MicroBatch, cp: int) -> Tensor:
-    """int64 [cp, s / cp, b]: the places that each rank holds."""
+def row_places(batch: MicroBatch, cp: int, window: int = 0) -> Tensor:
+    """int64 [cp, s / cp, b]: the places that each rank holds, in ascending order; each row may be cut differently.
+
+    Packed rows are looked at on the CPU.
+    """
+    length, rows = batch.tokens.shape
     if cp == 1:
-        return torch.arange(batch.seq_len, device=batch.tokens.device)[None, :, None].expand(1, *batch.tokens.shape)
-    return zigzag(batch.seq_len, cp, batch.tokens.device)[..., None].expand(cp, -1, batch.size).contiguous()
-
-
-def zigzag(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
-    """int64 [cp, seq_len / cp]: chunks r and 2 cp - 1 - r of 2 cp equal ones for rank r."""
-    chunks: Sequence[Tensor] = torch.arange(seq_len, device=device).chunk(2 * cp)
-    return torch.stack([torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])) for rank in range(cp)])
+        return torch.arange(length)[None, :, None].expand(1, length, rows)
+    if length % (2 * cp):
+        raise ValueError(f"rows of {length} tokens cannot be cut into 2 * cp = {2 * cp} chunks; pad_rows first")
+    if batch.documents is None:
+        return zigzag(length, cp)[..., None].expand(cp, -1, rows).contiguous()
+    starts = batch.documents.cpu().expand(length, rows)
+    cuts = [
+        zigzag(length, cp) if not starts[: batch.row_length, row].any() else deal_row(starts[:, row], cp, window)
+        for row in range(rows)
+    ]
+    return torch.stack(cuts, -1)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megalite.config import Config
+from megalite.data.rows import SampleSource
 from megalite.data.sampler import RaggedMasks
 from megalite.layout import Layout
 from megalite.mpu import ParallelState
@@ -32,6 +33,7 @@ from megalite.train.step import Training, train_step
 OPTIMIZERS = ("sgd", "adamw")
 SCALARS = ("loss", "grad_norm", "tokens")
 TOLERANCE = 1e-9
+WrapData = Callable[[SampleSource, int], SampleSource]
 _NOISE = 1e-6
 """A tensor that is far smaller than the largest one (a key bias has no gradient at all) is measured against this."""
 
@@ -68,18 +70,20 @@ def prove_layouts(
     num_steps: int = 3,
     timeout: float = 600.0,
     setup: Callable[[], None] | None = None,
+    wrap_data: WrapData = RaggedMasks,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Iterator[LayoutDifference]:
     """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
 
     Everything is float64 with ragged loss masks; gradients are compared before clipping. `folder` holds the
     reference. The config's own model runs; only the layout and the micro-batch size change. Each rank calls `setup`
-    (a function at the top of a module) first, for example to add an architecture to `MODELS`.
+    (a function at the top of a module) first, for example to add an architecture to `MODELS`. `wrap_data`, another one,
+    makes what is trained on from the dataset and the seed.
     """
     on_start("one rank")
     config = proof_config(config, num_steps)
     reference = folder / "reference.safetensors"
-    world.run(_record, setup, Layout().apply(config), num_steps, reference, ranks=1, timeout=timeout)
+    world.run(_record, setup, wrap_data, Layout().apply(config), num_steps, reference, ranks=1, timeout=timeout)
     for layout in layouts:
         on_start(str(layout))
         begin = time.monotonic()
@@ -87,6 +91,7 @@ def prove_layouts(
         reports = world.run(
             _compare,
             setup,
+            wrap_data,
             applied,
             num_steps,
             reference,
@@ -115,7 +120,9 @@ def proof_config(config: Config, num_steps: int) -> Config:
     )
 
 
-def _steps(config: Config, mpu: ParallelState, num_steps: int) -> Iterator[tuple[str, Training, dict[str, float]]]:
+def _steps(
+    config: Config, mpu: ParallelState, num_steps: int, wrap_data: WrapData
+) -> Iterator[tuple[str, Training, dict[str, float]]]:
     """(label, training after the step, its scalars) for every step of both optimizers."""
     for optimizer in OPTIMIZERS:
         optim = dataclasses.replace(config.optim, name=optimizer)
@@ -123,7 +130,7 @@ def _steps(config: Config, mpu: ParallelState, num_steps: int) -> Iterator[tuple
             dataclasses.replace(config, optim=optim),
             mpu,
             torch.device("cpu"),
-            wrap_data=lambda data: RaggedMasks(data, config.train.seed),
+            wrap_data=lambda data: wrap_data(data, config.train.seed),
         )
         for step in range(num_steps):
             result = train_step(training, step)
@@ -153,12 +160,19 @@ def _name(parameter: Tensor) -> str:
     return shard.tied_to or shard.name
 
 
-def _record(mpu: ParallelState, setup: Callable[[], None] | None, config: Config, num_steps: int, path: Path) -> None:
+def _record(
+    mpu: ParallelState,
+    setup: Callable[[], None] | None,
+    wrap_data: WrapData,
+    config: Config,
+    num_steps: int,
+    path: Path,
+) -> None:
     """Writes the reference: scalars, every gradient and every stepped weight."""
     if setup is not None:
         setup()
     found: dict[str, Tensor] = {}
-    for label, training, scalars in _steps(config, mpu, num_steps):
+    for label, training, scalars in _steps(config, mpu, num_steps, wrap_data):
         found |= {f"{label}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
         for parameter, grad in _parameters(training):
             found[f"{label}/grads/{_name(parameter)}"] = grad.clone()
@@ -184,13 +198,18 @@ class _RankReport:
 
 
 def _compare(
-    mpu: ParallelState, setup: Callable[[], None] | None, config: Config, num_steps: int, path: Path
+    mpu: ParallelState,
+    setup: Callable[[], None] | None,
+    wrap_data: WrapData,
+    config: Config,
+    num_steps: int,
+    path: Path,
 ) -> _RankReport:
     if setup is not None:
         setup()
     report = _RankReport()
     with safe_open(path, framework="pt") as reference:
-        for label, training, scalars in _steps(config, mpu, num_steps):
+        for label, training, scalars in _steps(config, mpu, num_steps, wrap_data):
             for name, value in scalars.items():
                 key = f"{label}/{name}"
                 report.difference[key] = _finite(value - float(reference.get_tensor(key)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import attention as module
+from megalite.kernels import attention_rows
 from megalite.kernels.attention import (
     AttentionDropout,
     attention,
@@ -95,7 +96,7 @@ def test_packed_with_rotary_positions(
     backend: module.AttentionBackend, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions differ between batch rows, and chunks hold a part of the heads."""
-    monkeypatch.setattr(module, "_CACHED", 1)
+    monkeypatch.setattr(attention_rows, "_CACHED", 1)
     torch.manual_seed(0)
     qkv = torch.randn(37, 3, (8 + 2 * 4) * 6, dtype=torch.float64, requires_grad=True)
     dout = torch.randn(37, 3, 8 * 6, dtype=torch.float64)
@@ -114,7 +115,7 @@ def test_chunks_do_not_show(cached: int, monkeypatch: pytest.MonkeyPatch) -> Non
     token_index = torch.arange(33 * 5).view(33, 5) * 7
     dropout = AttentionDropout(p=0.3, key=dropout_key(1, 2, 3), token_index=token_index, head_offset=6)
     whole = outputs(attention(q, k, v, backend="block", dropout=dropout), [q, k, v], dout)
-    monkeypatch.setattr(module, "_CACHED", cached)
+    monkeypatch.setattr(attention_rows, "_CACHED", cached)
     parts = outputs(attention(q, k, v, backend="block", dropout=dropout), [q, k, v], dout)
     for got, want in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
