@@ -51,6 +51,12 @@ COVER = [
     ("moe-choice", "odd", "cp2+tp2+sp"),
     ("moe-sinkhorn", "packed-odd", "cp2+ep2"),
     ("moe-micro-batch", "packed", "cp2:ulysses"),
+    # short convolutions, whose taps reach across the cut
+    ("lfm2", "odd", "cp2:ring"),
+    ("lfm2", "packed", "cp4:all_gather+mbs1"),
+    ("lfm2", "packed-odd", "cp2:ulysses+tp2+sp"),
+    ("lfm2", "packed", "cp2+pp2:zb_v+recompute:full"),
+    ("lfm2-moe", "packed-odd", "cp4:ring+ep2"),
 ]
 
 

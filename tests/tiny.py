@@ -53,10 +53,22 @@ MOE_GPT2 = replace(
     shared_ffn_hidden_size=16,
 )  # fmt: skip
 
+LFM2 = replace(
+    LLAMA,
+    name="lfm2",
+    num_layers=4,
+    attention_layers="1,3",
+    conv_kernel_size=4,
+    tie_embeddings=True,
+    hidden_dropout=0.1,
+)
+LFM2_MOE = replace(MOE, name="lfm2", attention_layers="2", moe_layers="from:2")
+
 MODELS = {
     "llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA, "moe": MOE, "moe-bias": MOE_BIAS,
     "moe-capacity": MOE_CAPACITY, "moe-exact": MOE_EXACT, "moe-micro-batch": MOE_MICRO_BATCH, "moe-choice": MOE_CHOICE,
     "moe-sinkhorn": MOE_SINKHORN, "moe-gpt2": MOE_GPT2,
+    "lfm2": LFM2, "lfm2-moe": LFM2_MOE,
 }  # fmt: skip
 
 

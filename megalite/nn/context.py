@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 from torch import Tensor
 
@@ -39,7 +38,6 @@ class Context:
     batch: this context-parallel rank's part of the rows; rows: the rows before that cut, and cut: how it was made.
     token_index: int64 [s_local, b], the global token numbers of the rows this rank's residual stream holds.
     rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions. training switches dropout on.
-    shared: what layers work out from the batch alone, once for all of them.
     """
 
     batch: MicroBatch

@@ -67,7 +67,7 @@ class GatedShortConv(nn.Module):
     def _halo(self, context: Context) -> Halo | None:
         """What the taps see, made once for the layers of a stage that look back equally far."""
         depth = self.conv.shape[1] - 1
-        key = f"halo {depth}"
-        if key not in context.shared:
-            context.shared[key] = find_halo(context.cut, context.rows.documents, depth) if depth else None
-        return context.shared[key]
+        plans, key = context.cut.plans, ("halo", depth)
+        if key not in plans:
+            plans[key] = find_halo(context.cut, depth) if depth else None
+        return plans[key]

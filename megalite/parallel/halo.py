@@ -46,15 +46,15 @@ class Halo:
         return add_to
 
 
-def find_halo(cut: RowCut, documents: Tensor | None, depth: int) -> Halo | None:
-    """The halo of rows cut as `cut` says; documents int64 [s, b]: where the document of each place begins.
+def find_halo(cut: RowCut, depth: int) -> Halo | None:
+    """The halo of rows cut as `cut` says.
 
     None where each row sees just the `depth` above it: rows in one piece, of one document. Every rank works out the
     sends and receives of all from the places alone.
     """
-    if cut.axis.size == 1 and documents is None:
+    if cut.axis.size == 1 and cut.documents is None:
         return None
-    places = cut.places
+    places, documents = cut.places, cut.documents
     ranks, length, width = places.shape
     flat = places.flatten(0, 1)
     starts = torch.zeros_like(places) if documents is None else documents.gather(0, flat).view_as(places)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,8 +97,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """The most that `work` holds at once beyond what was there before, counted by the allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         work()
-    results = prof.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    results: Any = prof.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
     held = peak = 0
     for event in events:
         held += event.nbytes()
