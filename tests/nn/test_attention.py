@@ -220,6 +220,9 @@ def test_one_document_is_causal_attention() -> None:
         for window in (S, 100):
             wide = single(QKNormAttention, dataclasses.replace(config, window=window))
             assert_equal(call(wide, x), plain, "window")
+        narrow = single(QKNormAttention, dataclasses.replace(config, window=6))
+        assert_equal(call(narrow, x), call(narrow, x, torch.zeros(S, B, dtype=torch.int64)), "narrow window")
+        assert not torch.allclose(call(narrow, x), plain)
 
 
 class OwnKernel(AttentionKernel):
@@ -247,8 +250,9 @@ class OwnAttention(ParallelAttention):
 
 
 @pytest.mark.parametrize("documents", [None, packed()], ids=["whole", "packed"])
-def test_own_attention_is_one_method(documents: Tensor | None) -> None:
-    config = dataclasses.replace(CONFIG, attention_sinks=True)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_own_attention_is_one_method(documents: Tensor | None, sinks: bool) -> None:
+    config = dataclasses.replace(CONFIG, attention_sinks=sinks)
     module = single(OwnAttention, config)
     x = values(S, B, H)
     weights = [x, *(p.detach().clone() for p in module.parameters())]
@@ -261,7 +265,8 @@ def test_own_attention_is_one_method(documents: Tensor | None) -> None:
         start = torch.zeros(S, B, dtype=torch.int64) if documents is None else documents
         places = torch.arange(S)[:, None].expand(S, B)
         out, lse = OwnKernel().forward(q, k, v, AttentionMask(query=places, start=start, key=places), None)
-        out = out * torch.sigmoid(lse - own["sinks.weight"])[..., None]
+        if sinks:
+            out = out * torch.sigmoid(lse - own["sinks.weight"])[..., None]
         return out.flatten(2) @ own["proj.weight"].t()
 
     leaves = [w.requires_grad_() for w in weights]
