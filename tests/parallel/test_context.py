@@ -126,6 +126,13 @@ def test_lengths_with_large_prime_factors_are_even(seq_len: int) -> None:
     assert imbalance(Sight.causal(places[..., None], starts).num_pairs) <= 0.1
 
 
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("window", [16, 500, 2048, 9000])
+def test_one_document_under_a_window_is_even(window: int, cp: int) -> None:
+    places = row_places(batch_of(8192, rows=1), cp, window)
+    assert imbalance(Sight.causal(places, None, window).num_pairs) <= 0.02
+
+
 def test_a_document_beside_many_short_ones() -> None:
     lengths = [1, 2, 7, 64, 3000, *[1] * 512, 510]
     starts = starts_of(lengths)
