@@ -199,7 +199,7 @@ class Transformer(nn.Module):
 
     def _context(self, batch: MicroBatch) -> Context:
         rows = pad_rows(batch, self._row_multiple)
-        batch, cut = cut_rows(rows, self.mpu.cp)
+        batch, cut = cut_rows(rows, self.mpu.cp, self.config.common_window)
         rope = None
         if self.rotary_positions:
             wide = torch.promote_types(self.hidden_dtype, torch.float32)

@@ -233,6 +233,11 @@ class ModelConfig(MoEConfig):
         """The sliding window of global layer number `layer`; 0 for none."""
         return self.window if in_pattern(layer, self.window_layers) else 0
 
+    @property
+    def common_window(self) -> int:
+        """The sliding window that all layers have; 0 where one has none."""
+        return min((self.window_of(layer) for layer in range(self.num_layers)), default=0)
+
     def is_attention_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""
         return in_pattern(layer, self.attention_layers)

@@ -113,13 +113,14 @@ def row_places(batch: MicroBatch, cp: int, window: int = 0) -> Tensor:
     if length % (2 * cp):
         raise ValueError(f"rows of {length} tokens cannot be cut into 2 * cp = {2 * cp} chunks; pad_rows first")
     if batch.documents is None:
-        return zigzag(length, cp)[..., None].expand(cp, -1, rows).contiguous()
+        starts = torch.zeros(length, dtype=torch.int64)
+        return _cut_row(starts, length, cp, window)[..., None].expand(cp, -1, rows).contiguous()
     starts = batch.documents.cpu().expand(length, rows)
     return torch.stack([_cut_row(starts[:, row], batch.row_length, cp, window) for row in range(rows)], -1)
 
 
 def _cut_row(starts: Tensor, real: int, cp: int, window: int) -> Tensor:
     """int64 [cp, s / cp] of one row, of which `real` tokens are no padding."""
-    if not starts.any():
+    if not window and not starts.any():
         return zigzag(len(starts), cp)
     return deal_row(starts, cp, window, TOLERANCE if starts[:real].any() else TOLERANCE_OF_ONE)

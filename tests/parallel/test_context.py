@@ -118,12 +118,19 @@ def test_packed_rows_are_even(longest: int, window: int, cp: int) -> None:
         assert torch.equal(places.flatten().sort().values, torch.arange(4096))
 
 
-@pytest.mark.parametrize("seq_len", [8168, 8140, 6007 * 2, 4 * 1021 * 2])
+@pytest.mark.parametrize("seq_len", [8168, 8140, 6008 * 2, 8 * 1021])
 def test_lengths_with_large_prime_factors_are_even(seq_len: int) -> None:
     starts = starts_of([5000, 200, 1000, 64, seq_len - 6264])
     places = deal_row(starts[:, 0], 2)
     assert places.shape == (2, seq_len // 2)
     assert imbalance(Sight.causal(places[..., None], starts).num_pairs) <= 0.1
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("window", [16, 500, 2048, 9000])
+def test_one_document_under_a_window_is_even(window: int, cp: int) -> None:
+    places = row_places(batch_of(8192, rows=1), cp, window)
+    assert imbalance(Sight.causal(places, None, window).num_pairs) <= 0.02
 
 
 def test_a_document_beside_many_short_ones() -> None:

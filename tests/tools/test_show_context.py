@@ -1,0 +1,59 @@
+"""`tools/show_context.py` as users start it."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "show_context.py"), *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_all_modes_in_all_forms(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "context.svg"
+    shown = _run("--cp", 4, "--seq-len", 256, "--cells", 8, "--svg", picture, "--json", figures).stdout
+    assert all(name in shown for name in ("ring, cp=4", "all_gather, cp=4", "ulysses, cp=4", "blocks of 2"))
+    ring, gather, ulysses, both = json.loads(figures.read_text())
+    assert [row[-1] for row in ring["rank"]] == [-1] * 7 + [0]  # the last keys are seen by the last queries alone
+    assert [row[0] for row in ring["rank"]] == [0, 1, 2, 3, 3, 2, 1, 0]  # the zigzag, by the ranks of the queries
+    assert [row[0] for row in ring["step"]] == [0, 3, 2, 1, 1, 2, 3, 0]  # in step t with the keys of rank + t
+    assert [row[0] for row in gather["step"]] == [0, 1, 1, 1, 1, 1, 1, 0]
+    assert {rank for row in ulysses["rank"] for rank in row} == {0, -1}
+    assert {rank for row in both["rank"] for rank in row} == {0, 1, -1}
+    assert all(figure["imbalance"] == 0 for figure in (ring, gather, ulysses, both))
+    assert ring["work"] == ulysses["work"]
+    tokens, per_token = 64, 2 * 2 * 8 * 128  # keys and values of 8 heads in 2 bytes
+    assert sum(ring["forward_bytes"]) == sum(gather["forward_bytes"]) == 9 * tokens * per_token  # 3/4 of 4 ranks x 3
+    assert ulysses["forward_bytes"] == [3 * tokens * 2 * per_token // 4] * 4  # q, k, v and out
+    assert len(ElementTree.parse(picture).getroot().findall("{*}g")) == 4
+
+
+def test_documents_are_told_apart(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    _run("--cp", 2, "--cp-mode", "ring", "--documents", "50,30,1,47", "--cells", 16, "--json", figures)
+    (ring,) = json.loads(figures.read_text())
+    assert ring["rank"][12][0] == -1 and ring["rank"][12][11] >= 0  # token 96 is in the fourth document
+    assert ring["imbalance"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--cp-mode", "star"), "there are ring, all_gather, ulysses, ulysses_ring"),
+        (("--cp-ulysses", 3), "does not divide parallel.cp=4"),
+        (("--cp", 16, "--cp-mode", "ulysses"), "8 query heads of a rank cannot be exchanged over 16 ranks"),
+        (("--documents", "9000", "--seq-len", 100), "do not fit into --seq-len=100"),
+    ],
+)
+def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str) -> None:
+    assert said in _run(*arguments, code=1).stderr
