@@ -99,10 +99,13 @@ class RouterRecorder(Callback):
             batch.token_mask if batch.token_mask is not None else torch.ones_like(batch.token_index, dtype=torch.bool)
         )
         index = batch.token_index - step * self._rows * self._seq_len
+        # Padding to a length that ranks divide lies beyond the row, and would take the place of the next one's tokens.
+        inside = (batch.row_places < batch.row_length).expand_as(index)
         if router.cut is not None:
-            index, valid = (sequence_part(whole, router.cut, True) for whole in (index, valid))
-        logits = router.logits(x, context).flatten(0, 1)
-        self._pieces[router.layer, batch.index] = _Piece(index.flatten(), logits, valid.flatten())
+            index, valid, inside = (sequence_part(whole, router.cut, True) for whole in (index, valid, inside))
+        inside = inside.flatten()
+        logits = router.logits(x, context).flatten(0, 1)[inside]
+        self._pieces[router.layer, batch.index] = _Piece(index.flatten()[inside], logits, valid.flatten()[inside])
 
     def _write(self, step: int, layer: int, bias: Tensor) -> None:
         pieces = [piece for (of, _), piece in self._pieces.items() if of == layer]

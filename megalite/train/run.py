@@ -20,6 +20,7 @@ from megalite.data.indexed import FormatError
 from megalite.kernels.attention_backends import resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.grouped import resolve_grouped
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import NonFiniteGradient
 from megalite.parallel.shard import shard_of
@@ -142,6 +143,8 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     choices: dict[str, str] = {
         "attention": resolve_attention(kernels.attention, device=device, dropout=dropout, seq_len=seq_len)
     }
+    if config.model.num_experts:
+        choices["experts"] = resolve_grouped(kernels.grouped, device=device, dtype=config.train.dtype)
     if device.type == "cpu":
         if config.train.precision != "fp64":
             choices["float32 products"] = set_fp32_gemm(kernels.fp32_gemm)
