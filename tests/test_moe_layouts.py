@@ -25,6 +25,8 @@ COVER = [
     ("moe", "ep2+dp4+mbs1"),
     ("moe", "ep4+tp4+mbs4+recompute:full"),
     ("moe", "tp2+sp+etp2+ep2+dp2+recompute:full"),
+    ("moe", "ep2+recompute:every:2"),
+    ("moe-bias", "ep2+pp2:zb_v+recompute:selective:mlp,norm"),
     ("moe-bias", "ep4+mbs1"),
     ("moe-bias", "ep2+tp2+pp2:zb_h1"),
     ("moe-bias", "ep2+pp2:zb_v"),

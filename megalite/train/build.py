@@ -94,7 +94,13 @@ def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: t
     """A stage, built on the meta device and given memory and values shard by shard."""
     with torch.device("meta"):
         stage = MODELS[config.model.name](
-            config.model, mpu, spec, kernels=config.kernels, recompute=config.train.recompute, seed=config.train.seed
+            config.model,
+            mpu,
+            spec,
+            kernels=config.kernels,
+            recompute=config.train.recompute,
+            recompute_stash=config.train.recompute_stash,
+            seed=config.train.seed,
         )
     materialize(stage, device, config.train.dtype)
     initialize(stage, config.train.seed)

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from megalite.nn.recompute import recompute_problem
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -29,8 +31,12 @@ class TrainConfig:
     fp16 and fp8 are reserved."""
     reduce_dtype: Literal["main", "bf16"] = "main"
     """What gradients are summed in over data-parallel ranks: main (float32, or float64 under fp64) or bf16."""
-    recompute: Literal["none", "full"] = "none"
-    """What backward computes again instead of keeping: nothing, or every layer from its input."""
+    recompute: str = "none"
+    """What backward computes again instead of keeping: none, full (each layer from its input), every:K (K layers from
+    one input), block:N (full, but for the first N layers of a pipeline stage only), selective (attention), or
+    selective: with some of attention,mlp,norm. Changes memory and speed, never a bit of the result."""
+    recompute_stash: bool = False
+    """Keep the results of sums and exchanges between ranks: what is computed again is not communicated again."""
     resume: str = "none"
     """Continue a run: none (a non-empty run folder is refused), auto (its latest checkpoint if there is one),
     or a checkpoint folder."""
@@ -82,6 +88,10 @@ class TrainConfig:
         ]  # fmt: skip
         if self.precision not in _DTYPES:
             found.append(f"train.precision={self.precision} is reserved and not built yet; use {', '.join(_DTYPES)}")
+        if (problem := recompute_problem(self.recompute)) is not None:
+            found.append(problem)
+        if self.recompute_stash and self.recompute == "none":
+            found.append("train.recompute_stash=true: nothing is computed again; set train.recompute, or leave it off")
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
             found.append(f"train.profile_steps={self.profile_steps} must be a first and a last step from 1")
         if any(step < 1 for step in self.record_router):
