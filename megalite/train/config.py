@@ -9,7 +9,7 @@ import torch
 
 from megalite.nn.recompute import recompute_problem
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class TrainConfig:
     micro_batch_size: int = 2
     """Rows that go through the model at once; changes memory and speed, never the result."""
     precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"] = "fp32"
-    """Arithmetic of the model; bf16 keeps float32 master weights and gradients, fp64 is for proofs.
-    fp16 and fp8 are reserved."""
+    """Arithmetic of the model. bf16 and fp16 keep float32 master weights and gradients (optim.master_weights), fp16 has
+    a dynamic loss scale, fp64 is for proofs. fp8 is reserved."""
     reduce_dtype: Literal["main", "bf16"] = "main"
     """What gradients are summed in over data-parallel ranks: main (float32, or float64 under fp64) or bf16."""
     recompute: str = "none"
