@@ -62,6 +62,44 @@ class AxisStats:
         self.by_site.clear()
 
 
+class Stash:
+    """Results of collectives, kept in the order of the calls, for a second run of the same code that sends nothing.
+
+    Sums and exchanges are kept; gathers are not, since their results are larger than what a rank keeps anyway. Nobody
+    may change a result in place.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Tensor]] = []
+        self._next: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first `length` results."""
+        del self._kept[length:]
+
+    def replay(self) -> None:
+        """From now on results are given back, once each, from the first one on."""
+        self._next = 0
+
+    def keep(self, operation: str, pending: Pending) -> None:
+        """Adds a result, which may still be on its way."""
+        assert self._next is None, f"{operation} after the last one of the first run"
+        self._kept.append((operation, pending.result.detach()))  # the result itself may become part of a graph
+
+    def take(self, operation: str, shape: torch.Size) -> Tensor | None:
+        """The result of the next call; None while results are collected."""
+        if self._next is None:
+            return None
+        assert self._next < len(self._kept), f"{operation}: the first run made {len(self._kept)} calls"
+        kept, result = self._kept[self._next]
+        assert (kept, result.shape) == (operation, shape), f"{operation} of {shape}: the first run made {kept}"
+        self._next += 1
+        return result.detach()
+
+
 @dataclass
 class LastCall:
     """The collective that this rank entered last: what the watchdog reports when a rank hangs."""
@@ -71,6 +109,11 @@ class LastCall:
     site: str = "none"
     entered: float = 0.0
     finished: bool = True
+    stash: Stash | None = None
+    """Where results go to, or come from, while a part of the model runs that backward computes again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LastCall:
+        return self  # the rank's, as its axes
 
     def enter(self, axis: str, operation: str, site: str) -> None:
         """Notes that this rank enters a collective, or begins to wait for one that it started before."""
@@ -89,6 +132,11 @@ class Pending:
         self._result, self._work, self._call = result, work, call
         if call is not None:
             self._named = (call.axis, call.operation, call.site)
+
+    @property
+    def result(self) -> Tensor:
+        """Where the result is, or will be."""
+        return self._result
 
     def wait(self) -> Tensor:
         """Blocks until the result is there (on CUDA: until the current stream waits for it)."""
@@ -179,6 +227,16 @@ class Axis:
         self.stats.add(f"{site}:{operation}", bytes_sent)
         self.last_call.enter(self.name, operation, site)
 
+    def _stashed(self, operation: str, shape: torch.Size) -> Tensor | None:
+        """The result of this call in an earlier run of the same code, if that is being replayed."""
+        stash = self.last_call.stash
+        return stash.take(operation, shape) if stash is not None else None
+
+    def _kept(self, operation: str, pending: Pending) -> Pending:
+        if self.last_call.stash is not None:
+            self.last_call.stash.keep(operation, pending)
+        return pending
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduces `tensor` over the axis, in place; returns it."""
         return self.start_all_reduce(tensor, op).wait()
@@ -188,9 +246,11 @@ class Axis:
         if self.size == 1:
             return Pending(tensor, None)
         assert tensor.is_contiguous(), "all_reduce works in place and needs a contiguous tensor"
+        if (stashed := self._stashed("all_reduce", tensor.shape)) is not None:
+            return Pending(tensor.copy_(stashed), None)
         self._enter("all_reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
         work = dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=True)
-        return Pending(tensor, work, self.last_call)
+        return self._kept("all_reduce", Pending(tensor, work, self.last_call))
 
     def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Concatenates the equal-shaped `tensor` of every rank along `dim`."""
@@ -216,10 +276,14 @@ class Axis:
             return Pending(tensor, None)
         moved = tensor if dim == 0 else tensor.movedim(dim, 0)
         assert moved.shape[0] % self.size == 0, f"reduce_scatter of {moved.shape[0]} rows over {self.size} ranks"
+        shape = torch.Size((*tensor.shape[:dim], moved.shape[0] // self.size, *tensor.shape[dim:][1:]))
+        if (stashed := self._stashed("reduce_scatter", shape)) is not None:
+            return Pending(stashed, None)
         self._enter("reduce_scatter", (self.size - 1) * tensor.nbytes // self.size)
         out = tensor.new_empty((moved.shape[0] // self.size, *moved.shape[1:]))
         work = _reduce_scatter(out, moved.contiguous(), group=self.group, async_op=True)
-        return Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
+        pending = Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
+        return self._kept("reduce_scatter", pending)
 
     def all_to_all(
         self, tensor: Tensor, send_rows: Sequence[int] | None = None, receive_rows: Sequence[int] | None = None
@@ -233,11 +297,13 @@ class Axis:
         """Begins an exchange of rows; keep `tensor` unchanged until `wait`."""
         if self.size == 1:
             return Pending(tensor, None)
+        rows = sum(receive_rows) if receive_rows is not None else tensor.shape[0]
+        if (stashed := self._stashed("all_to_all", torch.Size((rows, *tensor.shape[1:])))) is not None:
+            return Pending(stashed, None)
+        out = tensor.new_empty((rows, *tensor.shape[1:]))
         row_bytes = tensor.nbytes // max(tensor.shape[0], 1)
         mine = send_rows[self.rank] if send_rows is not None else tensor.shape[0] // self.size
         self._enter("all_to_all", tensor.nbytes - mine * row_bytes)
-        rows = sum(receive_rows) if receive_rows is not None else tensor.shape[0]
-        out = tensor.new_empty((rows, *tensor.shape[1:]))
         work = dist.all_to_all_single(
             out,
             tensor.contiguous(),
@@ -246,7 +312,7 @@ class Axis:
             group=self.group,
             async_op=True,
         )
-        return Pending(out, work, self.last_call)
+        return self._kept("all_to_all", Pending(out, work, self.last_call))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of the rank at index `source` to all, in place; returns it."""

@@ -329,7 +329,7 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         config_with(
             model={"num_heads": 12, "num_kv_heads": 5, "hidden_size": 130, "ffn_hidden_size": 100, "num_layers": 1},
             parallel={"tp": 8, "pp": 2, "sequence_parallel": True, "schedule": "1f1", "zero": 1, "vpp": 2},
-            train={"global_batch_size": 30, "precision": "fp16"},
+            train={"global_batch_size": 30, "precision": "fp8"},
         ),
         32,
     )
@@ -342,7 +342,7 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         "num_layers=1 is too few for 4 pipeline stages",
         "parallel.schedule='1f1' is not known; did you mean 1f1b?",
         "parallel.zero=1",
-        "train.precision=fp16",
+        "train.precision=fp8",
         "train.global_batch_size=30 is not divisible by micro_batch_size * dp = 2 * 2 = 4;"
         " the nearest global batches are 28 and 32, or micro_batch_size can be 1, 3, 5, 15",
     ):
@@ -387,7 +387,9 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         ({"data": {"pack": "tight"}}, 1, "should be one of concat, best_fit, none"),
         ({"model": {"rope_factor": 2.0}}, 1, "needs rope_scaling, one of linear"),
         ({"train": {"precision": "fp8"}}, 1, "reserved"),
-        ({"train": {"recompute": "selective"}}, 1, "should be one of none, full"),
+        ({"train": {"recompute": "selective:loss"}}, 1, "selective: with some of attention,mlp,norm"),
+        ({"train": {"recompute": "every:0"}}, 1, "train.recompute='every:0' should be none, full, every:K, block:N"),
+        ({"train": {"recompute_stash": True}}, 1, "train.recompute_stash=true: nothing is computed again"),
         ({"train": {"profile_steps": (5, 3)}}, 1, "profile_steps"),
         ({"train": {"global_batch_size": 1}}, 4, "the nearest global batches are 8"),
     ],

@@ -36,6 +36,8 @@ FULL = [
     ("moe", "ep2+pp2"),
     ("moe", "ep2+dp4+mbs1"),
     ("moe", "ep4+tp4+mbs4+recompute:full"),
+    ("moe", "ep2+recompute:every:2"),
+    ("moe-bias", "ep2+pp2:zb_v+recompute:selective:mlp,norm"),
     ("moe-bias", "ep2+tp2+pp2:zb_h1"),
     ("moe-bias", "ep8+tp2+sp+mbs1"),
     ("moe-bias", "tp2+etp2"),

@@ -40,6 +40,7 @@ def check(config: Config, world_size: int) -> None:
             *config.train.problems(dp),
             *data_problems(config.data),
             *config.optim.problems(),
+            *_precision_problems(config),
             *config.checkpoint.problems(),
         ]
     if problems:
@@ -68,6 +69,16 @@ def _not_built(config: Config) -> list[str]:
     if config.optim.offload != "none":
         found.append(f"optim.offload={config.optim.offload!r}: offloading is not built yet; use none")
     return found
+
+
+def _precision_problems(config: Config) -> list[str]:
+    """Whether the weights can be updated in the precision of the model."""
+    if config.optim.master_weights == "none" and config.train.precision != "bf16":
+        return [
+            f"optim.master_weights=none is for train.precision=bf16, not {config.train.precision}: fp16 cannot hold"
+            " small updates, and wider weights have no masters"
+        ]
+    return []
 
 
 def _model_problems(model: ModelConfig) -> list[str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megalite.batch import MicroBatch
 from megalite.kernels.config import KernelConfig
@@ -24,6 +23,7 @@ from megalite.nn.mlp import ParallelMLP
 from megalite.nn.moe import MoELayer
 from megalite.nn.norm import RMSNorm
 from megalite.nn.position import PositionEmbedding
+from megalite.nn.recompute import Recompute
 from megalite.parallel.collectives import enter_parallel, gather_from, sequence_part
 from megalite.parallel.context import cut_rows, pad_rows, padded_length, row_multiple
 from megalite.parallel.cross_entropy import linear_cross_entropy
@@ -60,6 +60,8 @@ class TransformerLayer(nn.Module):
     mlp_cls: type[nn.Module] = ParallelMLP
     moe_cls: type[nn.Module] = MoELayer
     """What takes the place of mlp_cls in the layers that model.moe_layers names."""
+    recompute = Recompute()
+    """What backward computes again inside the layer; the stage says so."""
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, index: int, kernels: KernelConfig):
         super().__init__()
@@ -77,9 +79,9 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Same shape out as in."""
-        y, bias = self.attention(self.attention_norm(x), context)
+        y, bias = self.recompute.branch("attention", self.attention_norm, self.attention, x, context)
         x = self._add(y, bias, x, context, Site.ATTENTION_OUTPUT)
-        y, bias = self.mlp(self.mlp_norm(x), context)
+        y, bias = self.recompute.branch("mlp", self.mlp_norm, self.mlp, x, context)
         return self._add(y, bias, x, context, Site.MLP_OUTPUT)
 
     def _add(self, y: Tensor, bias: Tensor | None, residual: Tensor, context: Context, site: Site) -> Tensor:
@@ -110,6 +112,7 @@ class Transformer(nn.Module):
         kernels: KernelConfig | None = None,
         recompute: str = "none",
         sequence_chunk: int = 0,
+        recompute_stash: bool = False,
         seed: int = 0,
     ):
         super().__init__()
@@ -117,7 +120,8 @@ class Transformer(nn.Module):
         kernels = kernels if kernels is not None else KernelConfig()
         if self.rotary_positions and (problems := rope_problems(config)):
             raise ValueError("\n".join(problems))
-        self.config, self.mpu, self.stage, self.recompute, self.seed = config, mpu, stage, recompute, seed
+        self.config, self.mpu, self.stage, self.seed = config, mpu, stage, seed
+        self.recompute = Recompute.parse(recompute, mpu.last_call if recompute_stash else None)
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.queue = WeightGradQueue()
         self.embedding = self._embedding() if stage.is_first else None
@@ -125,7 +129,10 @@ class Transformer(nn.Module):
         if stage.is_first and self.learned_positions:
             self.positions = PositionEmbedding(config, mpu)
         # Keys are global layer numbers, so that parameter names do not depend on the layout.
-        self.layers = nn.ModuleDict({str(i): self.layer_cls(config, mpu, i, kernels) for i in stage.layers})
+        layers = {str(i): self.layer_cls(config, mpu, i, kernels) for i in stage.layers}
+        for layer in layers.values():
+            layer.recompute = self.recompute
+        self.layers = nn.ModuleDict(layers)
         self.final_norm = self.norm_cls(config, mpu) if stage.is_last else None
         self.head = self._head() if stage.is_last else None
         self._holds_both_ends = False
@@ -180,12 +187,7 @@ class Transformer(nn.Module):
         """Hidden states in (None on the first stage), hidden states out; the last stage returns the summed loss."""
         context = self._context(batch)
         x = self._embed(context) if x is None else x
-        for layer in self.layers.values():
-            if self.recompute == "full" and torch.is_grad_enabled():
-                x = checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, context)
-            assert x is not None
+        x = self.recompute.run(self.layers.values(), x, context)
         return self._loss(x, context.batch) if self.stage.is_last else x
 
     def logits(self, batch: MicroBatch) -> Tensor:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from megalite.optim.groups import Group
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -47,6 +49,27 @@ class OptimConfig:
     """Update the weights of a pipeline rank as soon as its own gradients are there, before the global norm is known;
     an update that clipping or a non-finite value forbids is undone and done again. The result is the same, bit for bit.
     Costs a copy of weights and optimizer state."""
+    master_weights: Literal["fp32", "none"] = "fp32"
+    """Float32 weights that are updated beside those of a bf16 or fp16 model, which are rounded from them. none saves
+    4 bytes a parameter: bf16 weights are updated as they are."""
+    stochastic_rounding: bool = True
+    """Without master weights, round an updated weight up or down by chance (a hash, the same on every layout). Rounding
+    to nearest loses every update below half a bf16 step."""
+    groups: tuple[str, ...] = ()
+    """Parameters with settings of their own, PATTERN:lr=FACTOR,weight_decay=VALUE (either one): a pattern of global
+    names as in a shell, what the learning rate is multiplied by, and their decay. The first that matches counts."""
+    initial_loss_scale: float = 65536.0
+    """What fp16 gradients are multiplied by in the first step; a power of two."""
+    loss_scale_growth_interval: int = 1000
+    """Steps without an overflow after which the loss scale grows."""
+    loss_scale_growth: float = 2.0
+    """Factor by which it grows."""
+    loss_scale_backoff: float = 0.5
+    """Factor by which an overflow shrinks it; the step is left out."""
+    loss_scale_hysteresis: int = 2
+    """Overflows since the last growth from which on each one shrinks the scale; 1 is from the first one on."""
+    min_loss_scale: float = 1.0
+    """An overflow at this scale ends the run."""
     offload: str = "none"
     """Where the optimizer state lives; only none (with the parameters) so far."""
 
@@ -68,7 +91,36 @@ class OptimConfig:
         ]
         if self.min_lr > self.lr >= 0:
             found.append(f"optim.min_lr={self.min_lr} is above optim.lr={self.lr}; the rate decays from lr to min_lr")
-        return found + self._length_problems()
+        return found + self._scale_problems() + self._group_problems() + self._length_problems()
+
+    def _scale_problems(self) -> list[str]:
+        found = []
+        for name in ("initial_loss_scale", "loss_scale_growth", "loss_scale_backoff", "min_loss_scale"):
+            value = getattr(self, name)
+            if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
+                found.append(f"optim.{name}={value} must be a power of two, so that scaling rounds nothing")
+        for name in ("loss_scale_growth_interval", "loss_scale_hysteresis"):
+            if getattr(self, name) < 1:
+                found.append(f"optim.{name}={getattr(self, name)} must be at least 1")
+        if self.loss_scale_growth < 1 or self.loss_scale_backoff >= 1:
+            found.append(
+                f"optim.loss_scale_growth={self.loss_scale_growth} must be at least 1, and"
+                f" loss_scale_backoff={self.loss_scale_backoff} below 1"
+            )
+        if self.min_loss_scale > self.initial_loss_scale:
+            found.append(
+                f"optim.min_loss_scale={self.min_loss_scale} is above initial_loss_scale={self.initial_loss_scale}"
+            )
+        return found
+
+    def _group_problems(self) -> list[str]:
+        found = []
+        for text in self.groups:
+            try:
+                Group.parse(text)
+            except ValueError as error:
+                found.append(f"optim.groups: {text!r} is not PATTERN:lr=FACTOR,weight_decay=VALUE: {error}")
+        return found
 
     def _length_problems(self) -> list[str]:
         end, warmup = self.decay_steps, self.warmup_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,14 @@ from torch import Tensor
 from megalite.mpu import ParallelState
 from megalite.optim.clip import GradNorm, clip_coefficient
 from megalite.optim.config import OptimConfig
+from megalite.optim.groups import Group, Run, runs_of
+from megalite.optim.rounding import store_rounded
 from megalite.optim.rules import update_rule
+from megalite.optim.scaler import LossScaler
 from megalite.parallel.data import DataParallel, Segment, main_grad
 from megalite.parallel.shard import Shard, shard_of
+
+logger = logging.getLogger("megalite")
 
 _CHUNK = 1 << 19
 """Elements updated at a time on the CPU: scaled gradient and fresh weights stay in the cache. A multiple of the
@@ -36,11 +42,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _SegmentState:
-    """Optimizer state of a segment. master: the weights that are updated; the parameters themselves if wide enough."""
+    """Optimizer state of a segment. master: the weights that are updated; the parameters themselves if wide enough, or
+    if there are no others. runs: what is updated alike."""
 
     segment: Segment
     master: Tensor
     moments: dict[str, Tensor]
+    runs: tuple[Run, ...]
 
     @property
     def has_master(self) -> bool:
@@ -71,32 +79,59 @@ class Optimizer:
 
     Parameters narrower than float32 get float32 master weights, taken from their values now: initialise before.
     Main gradients are left as backward made them, also when the update is clipped. `steps` counts the updates made,
-    the same number on every rank.
+    the same number on every rank. With a `scaler`, gradients arrive multiplied by `loss_scale`. `seed` decides how
+    weights without masters are rounded.
     """
 
-    def __init__(self, config: OptimConfig, data_parallels: Sequence[DataParallel], mpu: ParallelState):
+    def __init__(
+        self,
+        config: OptimConfig,
+        data_parallels: Sequence[DataParallel],
+        mpu: ParallelState,
+        *,
+        scaler: LossScaler | None = None,
+        seed: int = 0,
+    ):
         self.config, self.data_parallels, self.mpu = config, tuple(data_parallels), mpu
-        self.steps = 0
+        self.scaler, self.seed, self.steps = scaler, seed, 0
+        self._groups = tuple(map(Group.parse, config.groups))
         self._rule = update_rule(config)
         self._copies = _Copies()
         self._states = [self._fresh(segment) for dp in self.data_parallels for segment in dp.segments]
 
     def _fresh(self, segment: Segment) -> _SegmentState:
         wide = torch.promote_types(segment.param.dtype, torch.float32)
-        master = segment.param.to(wide)
-        return _SegmentState(segment, master, {name: torch.zeros_like(master) for name in self._rule.moments})
+        master = segment.param if self.config.master_weights == "none" else segment.param.to(wide)
+        moments = {name: torch.zeros_like(master, dtype=wide) for name in self._rule.moments}
+        return _SegmentState(segment, master, moments, tuple(runs_of(segment, self._groups, self.config.weight_decay)))
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients of the next step must be multiplied by."""
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
         """One update with learning rate `lr`, after all gradients have been summed over their ranks.
 
         When the gradient is not finite, parameters, moments and `steps` stay as they are on every rank, and the
-        result says so or NonFiniteGradient is raised, as configured.
+        result says so or NonFiniteGradient is raised, as configured; with a loss scale, which then shrinks, it is
+        raised only when the scale is at its floor.
         """
         norm = GradNorm(self.data_parallels, self.mpu)
-        if self.config.post_validation and self._leaves_as_it_is(float(norm.of_rank)):
-            return self._update_then_validate(norm, lr)
-        return self._update_by(float(norm.wait()), lr)
+        if self.config.post_validation and self._leaves_as_it_is(float(norm.of_rank) / self.loss_scale):
+            result = self._update_then_validate(norm, lr)
+        else:
+            result = self._update_by(float(norm.wait()) / self.loss_scale, lr)
+        if self.scaler is not None:
+            self._move_scale(self.scaler, result)
+        return result
+
+    def _move_scale(self, scaler: LossScaler, result: StepResult) -> None:
+        before = scaler.scale
+        scaler.update(overflow=result.skipped)
+        if result.skipped:
+            logger.warning("gradients overflowed at loss scale %g; the next step uses %g", before, scaler.scale)
 
     def _leaves_as_it_is(self, norm: float) -> bool:
         """Whether a gradient of this norm is neither clipped nor refused."""
@@ -105,10 +140,10 @@ class Optimizer:
     def _update_by(self, norm: float, lr: float) -> StepResult:
         """The update for a gradient of the given global norm."""
         if not math.isfinite(norm):
-            if self.config.nonfinite == "stop":
+            if self.scaler.at_floor if self.scaler is not None else self.config.nonfinite == "stop":
                 raise NonFiniteGradient(self._where_not_finite())
             return StepResult(norm, skipped=True)
-        self._update_all(clip_coefficient(norm, self.config.clip_grad), lr)
+        self._update_all(clip_coefficient(norm, self.config.clip_grad) / self.loss_scale, lr)
         return StepResult(norm)
 
     def _update_then_validate(self, norm: GradNorm, lr: float) -> StepResult:
@@ -117,8 +152,8 @@ class Optimizer:
         Weights and moments come back from copies when it does: an inverted update would not give the same bits.
         """
         self._copies.keep(self._state_memory())
-        self._update_all(1.0, lr)
-        total = float(norm.wait())
+        self._update_all(1.0 / self.loss_scale, lr)
+        total = float(norm.wait()) / self.loss_scale
         if self._leaves_as_it_is(total):
             return StepResult(total)
         self._copies.restore(self._state_memory())
@@ -141,17 +176,26 @@ class Optimizer:
     def _update(self, state: _SegmentState, scale: float, lr: float) -> None:
         segment = state.segment
         size = _CUDA_CHUNK if segment.param.is_cuda else _CHUNK
-        decay = self.config.weight_decay if segment.decay else 0.0
         scratch = torch.empty_like(segment.main_grad[:size]) if scale != 1.0 else None
-        for begin in range(0, segment.param.numel(), size):
-            part = slice(begin, begin + size)
-            grad, weight = segment.main_grad[part], state.master[part]
-            if scratch is not None:
-                grad = torch.mul(grad, scale, out=scratch[: grad.numel()])
-            moments = [moment[part] for moment in state.moments.values()]
-            self._rule.update(weight, grad, moments, lr=lr, weight_decay=decay, step=self.steps)
-            if state.has_master:
-                segment.param[part].copy_(weight)
+        for run in state.runs:
+            for begin in range(run.start, run.stop, size):
+                part = slice(begin, min(begin + size, run.stop))
+                grad, weight = segment.main_grad[part], state.master[part].to(segment.main_grad.dtype)
+                if scratch is not None:
+                    grad = torch.mul(grad, scale, out=scratch[: grad.numel()])
+                moments = [moment[part] for moment in state.moments.values()]
+                self._rule.update(weight, grad, moments, lr=lr * run.lr, weight_decay=run.weight_decay, step=self.steps)
+                self._store(weight, state, part)
+
+    def _store(self, weight: Tensor, state: _SegmentState, part: slice) -> None:
+        """Rounds updated weights into narrower parameters; others are updated in place."""
+        param = state.segment.param
+        if param.dtype == weight.dtype:
+            return
+        if not state.has_master and self.config.stochastic_rounding:
+            store_rounded(weight, state.segment, part.start, self.seed, self.steps)
+        else:
+            param[part].copy_(weight)
 
     def state_tensors(self) -> dict[str, list[tuple[Shard, Tensor]]]:
         """Master weights and moments as a checkpoint keeps them: kind -> (shard, this rank's part).
@@ -185,6 +229,12 @@ class Optimizer:
         )
         found = [place for place in self.mpu.world.gather_objects(mine) if place is not None]
         what = f"the gradient is not finite, first in {found[0]}" if found else "the gradient norm overflows"
+        if self.scaler is not None:
+            return (
+                f"{what} (update {self.steps + 1}), although the loss scale is at its floor,"
+                f" optim.min_loss_scale={self.config.min_loss_scale:g}; nothing was changed. Lower optim.lr, raise"
+                " optim.warmup_steps, or use train.precision=bf16"
+            )
         return (
             f"{what} (update {self.steps + 1}); nothing was changed. Lower optim.lr, raise optim.warmup_steps,"
             " or leave such steps out with optim.nonfinite=skip"

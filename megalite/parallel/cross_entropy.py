@@ -89,6 +89,11 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(flat, labels.reshape(-1), VocabCut(vocab_size, axis), terms).view(labels.shape)
 
 
+_FP16_LIFT = 256.0
+"""What the gradients of logits, the small probabilities among them, are multiplied by while fp16 holds them: they are
+made before the loss scale is known to backward."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over rows of mask * loss(hidden W^T), a chunk of rows at a time.
 
@@ -115,6 +120,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = torch.zeros_like(weight, dtype=wide) if wants_dw else None
         local = cut.local(labels)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
+        ctx.lift = _FP16_LIFT if weight.dtype == torch.float16 else 1.0
+        weights = mask * ctx.lift if ctx.lift != 1.0 else mask
         for begin in range(0, hidden.shape[0], cut.chunk_rows()):
             part = slice(begin, begin + cut.chunk_rows())
             logits = nn.functional.linear(hidden[part], weight)
@@ -123,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += torch.where(mask[part] > 0, ce_loss(lse, target, total, terms) * mask[part], 0.0).sum()
             if dx is None and dw is None:
                 continue
-            ce_grad_(logits, local[part], lse, mask[part], terms)
+            ce_grad_(logits, local[part], lse, weights[part], terms)
             if dx is not None:
                 torch.mm(logits, weight, out=dx[part])
             if dw is not None:
@@ -136,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were made once, in its forward pass, and are spent")
         (dx, dw), ctx.gradients = ctx.gradients, None
-        scale, weight = grads[0], ctx.weight
+        scale, weight = grads[0] / ctx.lift, ctx.weight
         weight_grad = None
         if dw is not None:
             main_grad = getattr(weight, "main_grad", None)

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.shard import Shard, name_parameters, shard_of
+from megalite.parallel.shard import Segments, Shard, name_parameters, shard_of
 
 _CHUNK = 1 << 22
 _DEFAULT_STD = 0.02
@@ -58,6 +58,29 @@ def _flat_index(
         place = torch.arange(start, start + length, device=device) * stride
         index = index[..., None] + place
     return index
+
+
+def element_index(shard: Shard, start: int, stop: int, device: torch.device) -> Tensor:
+    """int64 [stop - start]: the flat global index of elements `start` to `stop` of this rank's part, as they lie."""
+    rest, local = torch.arange(start, stop, device=device), shard.local_shape
+    runs = {cut.dim: cut.segments for cut in shard.cuts}
+    index, stride = torch.zeros_like(rest), 1
+    for dim in reversed(range(len(local))):
+        place = rest % local[dim] if dim else rest
+        rest = rest // local[dim] if dim else rest
+        index += _uncut(place, runs[dim]) * stride if dim in runs else place * stride
+        stride *= shard.shape[dim]
+    return index
+
+
+def _uncut(place: Tensor, segments: Segments) -> Tensor:
+    """Global places along a dim of which a rank holds `segments`."""
+    if len(segments) == 1:
+        return place + segments[0][0]
+    starts, lengths = torch.tensor(segments, device=place.device).unbind(1)
+    ends = lengths.cumsum(0)
+    segment = torch.searchsorted(ends, place, right=True)
+    return place + (starts - ends + lengths)[segment]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from megalite.nn.config import ModelConfig
 from megalite.nn.router import Router
 from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.scaler import LossScaler
 from megalite.parallel.data import DataParallel
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import mark_copies, materialize
@@ -100,6 +101,7 @@ def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: t
             kernels=config.kernels,
             recompute=config.train.recompute,
             sequence_chunk=config.train.sequence_chunk,
+            recompute_stash=config.train.recompute_stash,
             seed=config.train.seed,
         )
     materialize(stage, device, config.train.dtype)
@@ -142,7 +144,13 @@ def build_training(
         stages=stages,
         data_parallels=data_parallels,
         executor=Executor(plan, stages, data_parallels, mpu, device),
-        optimizer=Optimizer(config.optim, list(data_parallels.values()), mpu),
+        optimizer=Optimizer(
+            config.optim,
+            list(data_parallels.values()),
+            mpu,
+            scaler=LossScaler.fresh(config.optim) if config.train.precision == "fp16" else None,
+            seed=config.train.seed,
+        ),
         batches=batches,
         validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,
         datasets=datasets,

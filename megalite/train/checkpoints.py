@@ -53,11 +53,14 @@ class RunCheckpoints:
 
     def save(self, step: int) -> Path:
         """Saves the state after `step` steps and makes it the latest; returns its folder once it is complete."""
-        state = {
+        state: dict[str, Any] = {
             "samples": step * self._config.train.global_batch_size,
             "updates": self._training.optimizer.steps,
+            "skipped": self._training.num_skipped,
             "order_of": self._num_ordered_samples,
         }
+        if (scaler := self._training.optimizer.scaler) is not None:
+            state["loss_scaler"] = scaler.state()
         return store.save(
             self._run_dir,
             step,
@@ -87,6 +90,7 @@ class RunCheckpoints:
         Raises ResumeError, and CheckpointError when the files cannot be used here.
         """
         manifest = self._load(path)
+        self._training.num_skipped = manifest.state.get("skipped", 0)
         problems = [
             f"{name}={manifest.state.get(name)} there, {value} here"
             for name, value in self._identity().items()
@@ -120,7 +124,10 @@ class RunCheckpoints:
             raise ResumeError(
                 f"{path} does not say how many updates the optimizer has made: it is not of a training run"
             )
-        self._training.optimizer.steps = updates
+        optimizer = self._training.optimizer
+        optimizer.steps = updates
+        if optimizer.scaler is not None and "loss_scaler" in manifest.state:
+            optimizer.scaler.restore(manifest.state["loss_scaler"])
         return manifest
 
     @property

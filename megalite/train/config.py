@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+from megalite.nn.recompute import recompute_problem
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +27,19 @@ class TrainConfig:
     micro_batch_size: int = 2
     """Rows that go through the model at once; changes memory and speed, never the result."""
     precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"] = "fp32"
-    """Arithmetic of the model; bf16 keeps float32 master weights and gradients, fp64 is for proofs.
-    fp16 and fp8 are reserved."""
+    """Arithmetic of the model. bf16 and fp16 keep float32 master weights and gradients (optim.master_weights), fp16 has
+    a dynamic loss scale, fp64 is for proofs. fp8 is reserved."""
     reduce_dtype: Literal["main", "bf16"] = "main"
     """What gradients are summed in over data-parallel ranks: main (float32, or float64 under fp64) or bf16."""
-    recompute: Literal["none", "full"] = "none"
-    """What backward computes again instead of keeping: nothing, or every layer from its input."""
     sequence_chunk: int = 0
     """Tokens that a feed-forward layer works on at once, computed again in backward; 0 is all of a micro-batch. Experts
     are not cut. Fewer tokens hold less memory at long seq_len; changes nothing else."""
+    recompute: str = "none"
+    """What backward computes again instead of keeping: none, full (each layer from its input), every:K (K layers from
+    one input), block:N (full, but for the first N layers of a pipeline stage only), selective (attention), or
+    selective: with some of attention,mlp,norm. Changes memory and speed, never a bit of the result."""
+    recompute_stash: bool = False
+    """Keep the results of sums and exchanges between ranks: what is computed again is not communicated again."""
     resume: str = "none"
     """Continue a run: none (a non-empty run folder is refused), auto (its latest checkpoint if there is one),
     or a checkpoint folder."""
@@ -85,6 +91,10 @@ class TrainConfig:
         ]  # fmt: skip
         if self.precision not in _DTYPES:
             found.append(f"train.precision={self.precision} is reserved and not built yet; use {', '.join(_DTYPES)}")
+        if (problem := recompute_problem(self.recompute)) is not None:
+            found.append(problem)
+        if self.recompute_stash and self.recompute == "none":
+            found.append("train.recompute_stash=true: nothing is computed again; set train.recompute, or leave it off")
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
             found.append(f"train.profile_steps={self.profile_steps} must be a first and a last step from 1")
         if any(step < 1 for step in self.record_router):

@@ -23,7 +23,7 @@ DETERMINISTIC_FIELDS = (
     "step", "loss", "grad_norm", "learning_rate", "tokens", "samples", "loss_tokens", "sample_fingerprint", "skipped",
 )  # fmt: skip
 """Fields that are a function of config and seed: bit-equal when a run is repeated or resumed in its layout. With
-experts there is `moe`, another one."""
+experts there is `moe`, under fp16 `loss_scale`, too."""
 
 TIMING_FIELDS = ("tokens_per_second", "step_seconds", "tflops_per_second", "mfu", "peak_memory_mb")
 """Fields that depend on the machine and the moment."""
@@ -113,14 +113,17 @@ class StepMetrics:
     """tflops_per_second / the peak of the device; left out where the peak is not known."""
     peak_memory_mb: float
     """Most memory that rank 0 has held so far, in MiB: CUDA allocations, or the process's resident set on the CPU."""
+    loss_scale: float | None = None
+    """What gradients were multiplied by; left out but for fp16."""
     moe: RouterStats | None = None
     """What the routers did; left out of a dense model's row."""
 
     def row(self) -> dict[str, Any]:
         """The JSON object of this step; numbers that JSON cannot hold (nan, infinity) become null."""
         row = {field.name: _finite_or_none(getattr(self, field.name)) for field in fields(self)}
-        if self.mfu is None:
-            del row["mfu"]
+        for name in ("mfu", "loss_scale"):
+            if getattr(self, name) is None:
+                del row[name]
         del row["moe"]
         return row if self.moe is None else row | {"moe": self.moe.row()}
 

@@ -27,7 +27,7 @@ class StepResult:
 
     loss: the sum over all valid tokens of the global batch / their number, which is what was optimised.
     grad_norm: global, before clipping. num_tokens: valid tokens. sample_fingerprint: of the samples consumed.
-    router_loads: of the mixture-of-experts layers, if there are any.
+    router_loads: of the mixture-of-experts layers, if there are any. loss_scale: what the gradients were multiplied by.
     """
 
     loss: float
@@ -37,6 +37,7 @@ class StepResult:
     skipped: bool
     sample_fingerprint: int
     router_loads: RouterLoads | None = None
+    loss_scale: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -58,9 +59,12 @@ class Training:
     model: ModelConfig
     routers: list[Router] = field(default_factory=list)
     """Of this rank's stages."""
+    num_skipped: int = 0
+    """Steps of the run whose update was left out: they consume samples and do not move the learning rate."""
 
     def learning_rate(self, step: int) -> float:
         """The learning rate that the step after `step` others uses."""
+        step -= self.num_skipped
         config = self.optimizer.config
         unit = self.batches.global_batch_size if config.schedule_unit == "samples" else 1
         return lr_at(config, (step + 1) * unit, self.num_steps * unit)
@@ -75,7 +79,8 @@ def train_step(training: Training, step: int) -> StepResult:
     # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
     totals = mpu.dp.all_reduce(local.totals().to(mpu.dp.device))
     num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[2]))
-    of_batch = BatchTotals(num_rows=training.batches.global_batch_size, num_tokens=int(totals[1]))
+    scale = training.optimizer.loss_scale
+    of_batch = BatchTotals(num_rows=training.batches.global_batch_size, num_tokens=int(totals[1]), loss_scale=scale)
     microbatches = [replace(microbatch, totals=of_batch) for microbatch in local.microbatches]
 
     if training.model.num_experts and training.model.aux_loss == "global_exact":
@@ -83,12 +88,14 @@ def train_step(training: Training, step: int) -> StepResult:
         _finish_routers(training, updated=False, survey=True)
     for data_parallel in training.data_parallels.values():
         data_parallel.zero_grad()
-    loss_sum = training.executor.run(microbatches, grad_scale=1.0 / max(num_tokens, 1))
+    loss_sum = training.executor.run(microbatches, grad_scale=scale / max(num_tokens, 1))
     learning_rate = training.learning_rate(step)
     update = training.optimizer.step(learning_rate)
+    training.num_skipped += update.skipped
     loads = _finish_routers(training, updated=not update.skipped)
     loss = _global_mean(loss_sum, num_tokens, mpu)
-    return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, loads)
+    scale = scale if training.optimizer.scaler is not None else None
+    return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, loads, scale)
 
 
 def _finish_routers(training: Training, *, updated: bool, survey: bool = False) -> RouterLoads | None:

@@ -194,6 +194,7 @@ class Trainer:
             loss_tokens=result.num_tokens,
             sample_fingerprint=result.sample_fingerprint,
             skipped=result.skipped,
+            loss_scale=result.loss_scale,
             tokens_per_second=speed.tokens_per_second,
             step_seconds=speed.seconds,
             tflops_per_second=tflops,

@@ -24,12 +24,12 @@ def _batch() -> MicroBatch:
     )  # fmt: skip
 
 
-def _bytes_of_a_layer(mpu: ParallelState, recompute: str) -> int:
+def _bytes_of_a_layer(mpu: ParallelState, recompute: str, stash: bool = False) -> int:
     """What a model of three layers sends over tp in a forward and a backward, less what one of two layers sends."""
     sent = []
     for num_layers in (2, 3):
         config = ModelConfig(num_layers=num_layers, hidden_size=H, num_heads=4, ffn_hidden_size=48, vocab_size=V)
-        model = Llama(config, mpu, recompute=recompute).double()
+        model = Llama(config, mpu, recompute=recompute, recompute_stash=stash).double()
         initialize(model, seed=1)
         mpu.reset_stats()
         model(None, _batch()).backward()
@@ -56,6 +56,37 @@ def test_full_recompute_adds_the_forward_communication_once(world: World) -> Non
     ring = 2 * (2 - 1) * S * B * H * WIDTH // 2
     for sent in world.run(_bytes_of_a_layer, "full", layout=ParallelConfig(tp=2), ranks=2):
         assert 5 * ring <= sent <= 6 * ring, "the last all-reduce of a layer is not needed again"
+
+
+def test_a_stash_of_results_spares_the_recompute_its_sums(world: World) -> None:
+    ring = 2 * (2 - 1) * S * B * H * WIDTH // 2
+    for sent in world.run(_bytes_of_a_layer, "full", True, layout=ParallelConfig(tp=2), ranks=2):
+        assert sent == 4 * ring, "all-reduces of a layer: 2 forward, 2 backward"
+    layout = ParallelConfig(tp=2, sequence_parallel=True)
+    for sent in world.run(_bytes_of_a_layer, "full", True, layout=layout, ranks=2):
+        assert sent == (4 + 4 + 2 + 2) * ring // 2, "the gathers, whose results are too large to keep, come again"
+
+
+def _exchanges(mpu: ParallelState, recompute: str, stash: bool) -> int:
+    """All-to-alls over ep of a model of experts, forward and backward."""
+    config = ModelConfig(
+        num_layers=2, hidden_size=H, num_heads=4, ffn_hidden_size=48, vocab_size=V, num_experts=4, top_k=2
+    )
+    model = Llama(config, mpu, recompute=recompute, recompute_stash=stash).double()
+    initialize(model, seed=1)
+    mpu.reset_stats()
+    model(None, _batch()).backward()
+    sites = mpu.ep.stats.by_site
+    return sum(entry.calls for site, entry in sites.items() if site.endswith("all_to_all"))
+
+
+def test_a_stash_spares_the_recompute_its_exchanges_of_tokens(world: World) -> None:
+    def count(recompute: str, stash: bool) -> list[int]:
+        return world.run(_exchanges, recompute, stash, layout=ParallelConfig(ep=2), ranks=2)
+
+    plain = count("none", False)
+    assert count("full", True) == count("selective:mlp", True) == plain
+    assert count("full", False) > plain
 
 
 def _gradient_bytes(mpu: ParallelState) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def make(
     optimizer = Optimizer(OptimConfig(weight_decay=0.1), [data_parallel], mpu)
     training = SimpleNamespace(
         mpu=mpu, stages={0: layer}, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
-        datasets=SimpleNamespace(fingerprint=data),
+        datasets=SimpleNamespace(fingerprint=data), num_skipped=0,
     )  # fmt: skip
     config = FakeConfig(
         TrainConfig(seed=seed, global_batch_size=batch, resume=resume, num_steps=num_steps),

@@ -100,3 +100,8 @@ def test_peak_memory_is_in_mib_and_sees_an_allocation() -> None:
     after = peak_memory_mb(torch.device("cpu"))
     assert held[-1] == 1 and 10 < before < after + 1 < 1e6
     assert after >= 256
+
+
+def test_the_loss_scale_is_in_the_row_where_there_is_one() -> None:
+    assert "loss_scale" not in make_metrics().row()
+    assert make_metrics(loss_scale=65536.0).row()["loss_scale"] == 65536.0
