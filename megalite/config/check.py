@@ -11,7 +11,7 @@ from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.models import MODELS
-from megalite.mpu import RankGrid
+from megalite.mpu import ParallelConfig, RankGrid
 from megalite.nn.config import ModelConfig, pattern_problem
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
@@ -35,6 +35,7 @@ def check(config: Config, world_size: int) -> None:
             *moe_problems(config),
             *_cut_problems(config),
             *_pipeline_problems(config, dp),
+            *_zero_problems(config.parallel),
             *_kernel_problems(config),
             *config.train.problems(dp),
             *data_problems(config.data),
@@ -64,10 +65,22 @@ def _not_built(config: Config) -> list[str]:
     found: list[str] = []
     if parallel.cp > 1:
         found.append(f"parallel.cp={parallel.cp}: context parallelism is not built yet; use 1")
-    if parallel.zero != 0:
-        found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
         found.append(f"optim.offload={config.optim.offload!r}: offloading is not built yet; use none")
+    return found
+
+
+def _zero_problems(parallel: ParallelConfig) -> list[str]:
+    found: list[str] = []
+    if parallel.zero not in range(4):
+        found.append(f"parallel.zero={parallel.zero} must be 0, 1, 2 or 3")
+    if parallel.zero_persistent < 0:
+        found.append(f"parallel.zero_persistent={parallel.zero_persistent} must be at least 0")
+    elif parallel.zero_persistent and parallel.zero != 3:
+        found.append(
+            f"parallel.zero_persistent={parallel.zero_persistent}: parameters are divided under zero=3 only,"
+            f" not under zero={parallel.zero}; use 0"
+        )
     return found
 
 
