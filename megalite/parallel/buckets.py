@@ -110,6 +110,7 @@ class Bucket:
     """
 
     def __init__(self, unit: str, kind: _Kind, runs: Sequence[list[nn.Parameter]], axis: Axis, zero: int):
+        self.unit = unit
         self.group: Group = kind.group
         self.axis, self.zero = axis, zero
         regions = _regions(runs)

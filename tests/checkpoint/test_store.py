@@ -294,7 +294,10 @@ def _assert_same(saved: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("there", "here"),
-    [((1, 1, 0), (1, 2, 1)), ((1, 2, 1), (1, 1, 0)), ((1, 4, 2), (2, 4, 3)), ((2, 4, 3), (1, 3, 1)), ((2, 4, 1), (2, 2, 0))],
+    [
+        ((1, 1, 0), (1, 2, 1)), ((1, 2, 1), (1, 1, 0)), ((1, 4, 2), (2, 4, 3)), ((2, 4, 3), (1, 3, 1)),
+        ((2, 4, 1), (2, 2, 0)),
+    ],
 )  # fmt: skip
 def test_any_stage_of_zero_loads_what_another_has_saved(
     world: World, tmp_path: Path, there: tuple[int, int, int], here: tuple[int, int, int]
