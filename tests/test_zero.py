@@ -128,6 +128,9 @@ def test_bytes_sent_in_a_step(ranks: int, tokens: str, tmp_path: Path, world: Wo
     for zero, width in enumerate([2 * grad, grad + param, m * grad + param, m * (2 * param + grad)]):
         for sent, size in world.run(_sent_bytes, config, layout=ParallelConfig(zero=zero), ranks=ranks):
             assert sent == (ranks - 1) * size * width // ranks, f"zero {zero}"
+    again = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute="full"))
+    for sent, size in world.run(_sent_bytes, again, layout=ParallelConfig(zero=3), ranks=ranks):
+        assert sent == (ranks - 1) * size * m * (2 * param + grad) // ranks, "recompute finds parameters gathered"
 
 
 def _resume(mpu: ParallelState, config: Config, folder: str) -> bool:

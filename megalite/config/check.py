@@ -204,7 +204,7 @@ def _stage_problems(config: Config, plan: Plan | None) -> list[str]:
     """Whether the layers can be divided among the stages, as far as these are known."""
     parallel, train, found = config.parallel, config.train, []
     try:
-        if plan is not None and not _model_problems(config.model):
+        if plan is not None and not _model_problems(config.model) and not moe_problems(config):
             stage_layers(config.model, parallel, plan)
         elif plan is not None or not parallel.schedule.startswith("csv:"):
             partition(

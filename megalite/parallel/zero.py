@@ -75,8 +75,7 @@ class Gatherer:
         units = self._steps[number][1]
         if backward:
             self._before_backward(units)
-        following = number - 1 if backward else number + 1
-        ahead = self._steps[following][1] if 0 <= following < len(self._steps) else []
+        ahead = self._ahead(number, backward)
         self._keep((*units, *ahead))
         for unit in (*units, *ahead):
             for bucket in self._buckets[unit.name]:
@@ -85,10 +84,15 @@ class Gatherer:
             for bucket in self._buckets[unit.name]:
                 bucket.finish_gather()
 
+    def _ahead(self, number: int, backward: bool) -> Sequence[Unit]:
+        """What comes after step `number`."""
+        following = number - 1 if backward else number + 1
+        return self._steps[following][1] if 0 <= following < len(self._steps) else ()
+
     def _enter_again(self, number: int, under_way: int) -> None:
         """Inside backward a forward is a recompute: of what backward is in, or of what led there."""
         units = self._steps[number][1]
-        self._keep((*units, *self._steps[under_way][1]))
+        self._keep((*units, *self._steps[under_way][1], *self._ahead(under_way, backward=True)))
         for unit in units:
             for bucket in self._buckets[unit.name]:
                 bucket.start_gather()

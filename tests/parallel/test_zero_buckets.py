@@ -57,14 +57,27 @@ class Blocks(nn.Module):
         """One for each block."""
         return [Unit(f"blocks.{i}", list(b.parameters()), modules=[b]) for i, b in enumerate(self.blocks)]
 
-    def forward(self, x: Tensor, used: bool, recompute: bool) -> Tensor:
-        """[rows, WIDTH] -> a scalar."""
-        for block in self.blocks:
-            x = checkpoint(block, x, used, use_reentrant=False) if recompute else block(x, used)  # pyright: ignore
+    def forward(self, x: Tensor, used: bool, recompute: int) -> Tensor:
+        """[rows, WIDTH] -> a scalar; `recompute`: so many blocks at a time run again in backward."""
+        blocks = list(self.blocks)
+        for begin in range(0, len(blocks), max(recompute, 1)):
+            part = nn.Sequential(*(_Used(block, used) for block in blocks[begin : begin + max(recompute, 1)]))
+            x = checkpoint(part, x, use_reentrant=False) if recompute else part(x)  # pyright: ignore
         return x.square().sum()
 
 
-def _train(mpu: ParallelState, recompute: bool, deferred: bool) -> Any:
+class _Used(nn.Module):
+    """A block with its second argument."""
+
+    def __init__(self, block: nn.Module, used: bool):
+        super().__init__()
+        self.block, self.used = block, used
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.used)
+
+
+def _train(mpu: ParallelState, recompute: int, deferred: bool) -> Any:
     """Two passes, a step of SGD, a forward; gradients and loss; whether anything divided was left whole."""
     net = Blocks(mpu)
     data_parallel = DataParallel(net.units(), mpu, queue=net.queue)
@@ -99,9 +112,9 @@ def _train(mpu: ParallelState, recompute: bool, deferred: bool) -> Any:
     return [(s.name, offset, v.clone()) for s, g in grads for offset, _, v in s.pieces(g)], after, left
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize("deferred", [False, True])
-def test_unused_frozen_and_recomputed(world: World, recompute: bool, deferred: bool) -> None:
+def test_unused_frozen_and_recomputed(world: World, recompute: int, deferred: bool) -> None:
     shapes = {name: p.shape for name, p in Blocks(ParallelState.single()).named_parameters() if p.requires_grad}
 
     def run(zero: int) -> tuple[dict[str, Tensor], list[float]]:
