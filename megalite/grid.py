@@ -46,7 +46,10 @@ class ParallelConfig:
     group_size: int | None = None
     """Micro-batches that the interleaved schedule sends through one model chunk before the next; by default pp."""
     zero: int = 0
-    """ZeRO stage: what data-parallel ranks shard between uses (0: nothing)."""
+    """What data-parallel ranks keep as a slice only between uses (ZeRO): 0 nothing, 1 optimizer state, 2 gradients
+    too, 3 parameters too."""
+    zero_persistent: int = 0
+    """ZeRO-3: parameters of at most so many elements on a rank (norms, biases) stay whole."""
     cp_mode: Literal["ring", "all_gather", "ulysses", "ulysses_ring"] = "ring"
     """How attention crosses the sequence cut: keys and values travel round a ring or are gathered, each rank takes all
     tokens of some heads (ulysses), or that within blocks of cp_ulysses ranks and a ring across them (ulysses_ring)."""

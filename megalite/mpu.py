@@ -256,13 +256,17 @@ class Axis:
         """Concatenates the equal-shaped `tensor` of every rank along `dim`."""
         return self.start_all_gather(tensor, dim).wait()
 
-    def start_all_gather(self, tensor: Tensor, dim: int = 0) -> Pending:
-        """Begins an all-gather; for `dim` 0 the gathered memory is the result itself."""
+    def start_all_gather(self, tensor: Tensor, dim: int = 0, *, out: Tensor | None = None) -> Pending:
+        """Begins an all-gather; for `dim` 0 the gathered memory is the result itself.
+
+        out: where the result goes (`dim` 0 only); `tensor` may be this rank's place in it.
+        """
         if self.size == 1:
             return Pending(tensor, None)
+        assert out is None or dim == 0, "a result in place is gathered along dim 0"
         self._enter("all_gather", (self.size - 1) * tensor.nbytes)
         moved = tensor if dim == 0 else tensor.movedim(dim, 0)
-        out = tensor.new_empty((self.size * moved.shape[0], *moved.shape[1:]))
+        out = out if out is not None else tensor.new_empty((self.size * moved.shape[0], *moved.shape[1:]))
         work = _all_gather(out, moved.contiguous(), group=self.group, async_op=True)
         return Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
 
@@ -270,17 +274,21 @@ class Axis:
         """Sums over the axis and keeps this rank's equal part of `dim`."""
         return self.start_reduce_scatter(tensor, dim).wait()
 
-    def start_reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Pending:
-        """Begins a summing reduce-scatter along `dim`, which the axis size must divide."""
+    def start_reduce_scatter(self, tensor: Tensor, dim: int = 0, *, out: Tensor | None = None) -> Pending:
+        """Begins a summing reduce-scatter along `dim`, which the axis size must divide.
+
+        out: where the result goes (`dim` 0 only); it may be this rank's part of `tensor`, whose rest is then undefined.
+        """
         if self.size == 1:
             return Pending(tensor, None)
+        assert out is None or dim == 0, "a result in place is scattered along dim 0"
         moved = tensor if dim == 0 else tensor.movedim(dim, 0)
         assert moved.shape[0] % self.size == 0, f"reduce_scatter of {moved.shape[0]} rows over {self.size} ranks"
         shape = torch.Size((*tensor.shape[:dim], moved.shape[0] // self.size, *tensor.shape[dim:][1:]))
         if (stashed := self._stashed("reduce_scatter", shape)) is not None:
             return Pending(stashed, None)
         self._enter("reduce_scatter", (self.size - 1) * tensor.nbytes // self.size)
-        out = tensor.new_empty((moved.shape[0] // self.size, *moved.shape[1:]))
+        out = out if out is not None else tensor.new_empty((moved.shape[0] // self.size, *moved.shape[1:]))
         work = _reduce_scatter(out, moved.contiguous(), group=self.group, async_op=True)
         pending = Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
         return self._kept("reduce_scatter", pending)

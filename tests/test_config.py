@@ -328,7 +328,7 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
     text = problems(
         config_with(
             model={"num_heads": 12, "num_kv_heads": 5, "hidden_size": 130, "ffn_hidden_size": 100, "num_layers": 1},
-            parallel={"tp": 8, "pp": 2, "sequence_parallel": True, "schedule": "1f1", "zero": 1, "vpp": 2},
+            parallel={"tp": 8, "pp": 2, "sequence_parallel": True, "schedule": "1f1", "zero": 4, "vpp": 2},
             train={"global_batch_size": 30, "precision": "fp8"},
         ),
         32,
@@ -341,7 +341,7 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         "model.num_kv_heads=5 and parallel.tp=8 do not divide one another; tp can be 1",
         "num_layers=1 is too few for 4 pipeline stages",
         "parallel.schedule='1f1' is not known; did you mean 1f1b?",
-        "parallel.zero=1",
+        "parallel.zero=4",
         "train.precision=fp8",
         "train.global_batch_size=30 is not divisible by micro_batch_size * dp = 2 * 2 = 4;"
         " the nearest global batches are 28 and 32, or micro_batch_size can be 1, 3, 5, 15",

@@ -12,7 +12,7 @@ from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.kernels.attention_backends import AttentionNeeds, backend_problems
 from megalite.models import MODELS
-from megalite.mpu import RankGrid
+from megalite.mpu import ParallelConfig, RankGrid
 from megalite.nn.config import ModelConfig, pattern_problem, rope_problems
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
@@ -36,6 +36,7 @@ def check(config: Config, world_size: int) -> None:
             *moe_problems(config),
             *_cut_problems(config),
             *_pipeline_problems(config, dp),
+            *_zero_problems(config.parallel),
             *_kernel_problems(config),
             *config.train.problems(dp),
             *data_problems(config.data),
@@ -62,10 +63,7 @@ def _type_problems(config: Config) -> list[str]:
 
 def _not_built(config: Config) -> list[str]:
     """Options that are reserved: refused, never ignored."""
-    parallel = config.parallel
     found: list[str] = []
-    if parallel.zero != 0:
-        found.append(f"parallel.zero={parallel.zero}: sharded state is not built yet; use 0")
     if config.optim.offload != "none":
         found.append(f"optim.offload={config.optim.offload!r}: offloading is not built yet; use none")
     return found
@@ -79,6 +77,20 @@ def _precision_problems(config: Config) -> list[str]:
             " small updates, and wider weights have no masters"
         ]
     return []
+
+
+def _zero_problems(parallel: ParallelConfig) -> list[str]:
+    found: list[str] = []
+    if parallel.zero not in range(4):
+        found.append(f"parallel.zero={parallel.zero} must be 0, 1, 2 or 3")
+    if parallel.zero_persistent < 0:
+        found.append(f"parallel.zero_persistent={parallel.zero_persistent} must be at least 0")
+    elif parallel.zero_persistent and parallel.zero != 3:
+        found.append(
+            f"parallel.zero_persistent={parallel.zero_persistent}: parameters are divided under zero=3 only,"
+            f" not under zero={parallel.zero}; use 0"
+        )
+    return found
 
 
 def _model_problems(model: ModelConfig) -> list[str]:
@@ -213,7 +225,7 @@ def _stage_problems(config: Config, plan: Plan | None) -> list[str]:
     """Whether the layers can be divided among the stages, as far as these are known."""
     parallel, train, found = config.parallel, config.train, []
     try:
-        if plan is not None and not _model_problems(config.model) and is_pattern(config.model):
+        if plan is not None and not _model_problems(config.model) and not moe_problems(config):
             stage_layers(config.model, parallel, plan)
         elif plan is not None or not parallel.schedule.startswith("csv:"):
             partition(

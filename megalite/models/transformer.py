@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         )  # fmt: skip
 
     def units(self) -> list[Unit]:
-        """What is reduced and, later, sharded together: embedding, each layer, head; a tied weight alone."""
+        """What is reduced and sharded together: embedding, each layer, head; a tied weight alone."""
         tied = self._tied_weights()
         first = [module for module in (self.embedding, self.positions) if module is not None]
         last = [module for module in (self.final_norm, self.head) if module is not None]
@@ -248,10 +248,11 @@ class Transformer(nn.Module):
             parameters = [p for module in modules for p in module.parameters() if p not in taken]
             taken.update(parameters)
             if parameters:
-                units.append(Unit(name, parameters))
+                units.append(Unit(name, parameters, modules=modules))
         if not tied or (self._holds_both_ends and self.embedding is None):
             return units
-        return [Unit("tied", tied, tied=not self._holds_both_ends, shared=self._holds_both_ends), *units]
+        shared = self._holds_both_ends
+        return [Unit("tied", tied, tied=not shared, shared=shared, modules=[*first[:1], *last]), *units]
 
     def _tied_weights(self) -> list[nn.Parameter]:
         ends = [end.weight for end in (self.embedding, self.head) if end is not None]

@@ -54,6 +54,8 @@ class Run:
 def runs_of(segment: Segment, groups: Sequence[Group], weight_decay: float) -> list[Run]:
     """The segment in as few runs as possible; of several groups that match a parameter the first one counts."""
     default = weight_decay if segment.decay else 0.0
+    if not segment.spans:  # a slice of padding alone
+        return [Run(0, segment.param.numel(), 1.0, default)]
     settings = [_setting(shard_of(span.parameter), groups, default) for span in segment.spans]
     borders = [0]
     borders += [span.start for span, (a, b) in zip(segment.spans[1:], pairwise(settings), strict=True) if a != b]

@@ -17,8 +17,8 @@ from megalite.optim.groups import Group, Run, runs_of
 from megalite.optim.rounding import store_rounded
 from megalite.optim.rules import update_rule
 from megalite.optim.scaler import LossScaler
-from megalite.parallel.data import DataParallel, Segment, main_grad
-from megalite.parallel.shard import Shard, shard_of
+from megalite.parallel.data import DataParallel, Segment
+from megalite.parallel.shard import Shard
 
 logger = logging.getLogger("megalite")
 
@@ -78,6 +78,7 @@ class Optimizer:
     """Updates the parameters of all stages on this rank from their main gradients.
 
     Parameters narrower than float32 get float32 master weights, taken from their values now: initialise before.
+    State exists for this rank's slices of the parameters alone, where these are divided (`parallel.zero`).
     Main gradients are left as backward made them, also when the update is clipped. `steps` counts the updates made,
     the same number on every rank. With a `scaler`, gradients arrive multiplied by `loss_scale`. `seed` decides how
     weights without masters are rounded.
@@ -97,7 +98,12 @@ class Optimizer:
         self._groups = tuple(map(Group.parse, config.groups))
         self._rule = update_rule(config)
         self._copies = _Copies()
-        self._states = [self._fresh(segment) for dp in self.data_parallels for segment in dp.segments]
+        self._buckets = [
+            (bucket, [self._fresh(segment) for segment in bucket.segments])
+            for data_parallel in self.data_parallels
+            for bucket in data_parallel.buckets
+        ]
+        self._states = [state for _, states in self._buckets for state in states]
 
     def _fresh(self, segment: Segment) -> _SegmentState:
         wide = torch.promote_types(segment.param.dtype, torch.float32)
@@ -118,6 +124,11 @@ class Optimizer:
         result says so or NonFiniteGradient is raised, as configured; with a loss scale, which then shrinks, it is
         raised only when the scale is at its floor.
         """
+        result = self._step(lr)
+        self._finish_gathers()
+        return result
+
+    def _step(self, lr: float) -> StepResult:
         norm = GradNorm(self.data_parallels, self.mpu)
         if self.config.post_validation and self._leaves_as_it_is(float(norm.of_rank) / self.loss_scale):
             result = self._update_then_validate(norm, lr)
@@ -156,7 +167,11 @@ class Optimizer:
         total = float(norm.wait()) / self.loss_scale
         if self._leaves_as_it_is(total):
             return StepResult(total)
+        self._finish_gathers()
         self._copies.restore(self._state_memory())
+        for bucket, _ in self._buckets:
+            bucket.publish()
+        self._finish_gathers()
         self.steps -= 1
         return self._update_by(total, lr)
 
@@ -169,9 +184,16 @@ class Optimizer:
         ]
 
     def _update_all(self, scale: float, lr: float) -> None:
+        """Updates this rank's slices; whole parameters are gathered from all ranks' while the next ones are updated."""
         self.steps += 1
-        for state in self._states:
-            self._update(state, scale, lr)
+        for bucket, states in self._buckets:
+            for state in states:
+                self._update(state, scale, lr)
+            bucket.publish()
+
+    def _finish_gathers(self) -> None:
+        for bucket, _ in self._buckets:
+            bucket.finish_gather()
 
     def _update(self, state: _SegmentState, scale: float, lr: float) -> None:
         segment = state.segment
@@ -206,7 +228,7 @@ class Optimizer:
         for state in self._states:
             kinds = ({"master": state.master} if state.has_master else {}) | state.moments
             for kind, flat in kinds.items():
-                views = [(shard_of(span.parameter), span.of(flat)) for span in state.segment.spans]
+                views = [(span.shard, span.of(flat)) for span in state.segment.spans]
                 tensors.setdefault(kind, []).extend(views)
         return tensors
 
@@ -220,10 +242,10 @@ class Optimizer:
         """The same message on every rank: the first parameter with a nan or an infinity, and where it is."""
         mine = next(
             (
-                f"{shard_of(parameter).name} on rank {self.mpu.rank}"
+                f"{shard.name} on rank {self.mpu.rank}"
                 for dp in self.data_parallels
-                for parameter in dp.parameters
-                if parameter.requires_grad and not main_grad(parameter).isfinite().all()
+                for shard, grad in dp.gradients()
+                if not grad.isfinite().all()
             ),
             None,
         )

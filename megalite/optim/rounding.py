@@ -38,7 +38,7 @@ def store_rounded(values: Tensor, segment: Segment, begin: int, seed: int, step:
     for span in segment.spans:
         first, last = max(span.start, begin), min(span.end, end)
         if first < last:
-            noise = rounding_noise(
-                shard_of(span.parameter), first - span.start, last - span.start, seed, step, values.device
-            )
+            offset = (span.run[0] if span.run is not None else 0) - span.start  # to elements of the parameter
+            shard = shard_of(span.parameter)
+            noise = rounding_noise(shard, first + offset, last + offset, seed, step, values.device)
             segment.param[first:last].copy_(round_stochastically(values[first - begin : last - begin], noise))

@@ -1,16 +1,13 @@
-"""Gradient buckets: flat parameter and gradient memory per unit, summed over data-parallel ranks during backward.
+"""Gradients of one model stage, summed over data-parallel ranks during backward; parameters gathered where divided.
 
-A unit is a layer, the embedding or the head. Its parameters become views of one flat buffer (per dtype, dense ones and
-experts apart), its gradients accumulate in another, in float32 or better, and are summed by one all-reduce that starts
-when the last contribution of the step has arrived: over dp x cp, or over edp for experts. The optimizer
-works on the same buffers, segment by segment; sharding them (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054) changes
-who keeps which slice, not the layout.
+The memory is that of `megalite.parallel.buckets`; this module knows when: which contributions a unit still waits for,
+in which order reductions start, and what must be done before the optimizer looks at the result.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -18,80 +15,28 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from megalite.mpu import Axis, ParallelState, Pending
-from megalite.parallel.shard import Group, Shard, copies_axis, shard_of, storage_groups
+from megalite.mpu import Axis, ParallelState
+from megalite.parallel.buckets import ALIGNMENT, Bucket, Segment, Span, Unit, main_grad, make_buckets
+from megalite.parallel.shard import Shard, shard_of
 from megalite.parallel.wgrad import WeightGradQueue
+from megalite.parallel.zero import Gatherer
 
-ALIGNMENT = 64
-"""Elements: storage groups begin, and segments end, at multiples of it, so that slices of a segment are aligned too."""
+__all__ = ["ALIGNMENT", "Bucket", "DataParallel", "Segment", "Span", "Unit", "main_grad"]
 
-
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that are reduced together, in the order of the forward pass.
-
-    tied: a copy lives in a unit of the same shape on the other end of the pipeline; gradients are summed over both.
-    shared: other stages on this rank use the parameters as well, so that the unit is complete at `finish` only.
-    """
-
-    name: str
-    parameters: Sequence[nn.Parameter]
-    tied: bool = False
-    shared: bool = False
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where a parameter lies in its segment: elements [start, start + parameter.numel())."""
-
-    parameter: nn.Parameter
-    start: int
-
-    @property
-    def end(self) -> int:
-        """One past the last element."""
-        return self.start + self.parameter.numel()
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The parameter's part of a buffer laid out like the segment, in the parameter's shape."""
-        return flat[self.start : self.end].view(self.parameter.shape)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Flat memory that the optimizer updates in one call: a unit's parameters of one group and dtype, decaying or not.
-
-    param and main_grad: [n], n a multiple of ALIGNMENT; what no span covers is padding, zero in both for ever.
-    """
-
-    unit: str
-    group: Group
-    param: Tensor
-    main_grad: Tensor
-    decay: bool
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """The memory of a unit in one dtype that is summed over one axis, its segments one after another."""
-
-    group: Group
-    param: Tensor
-    grad: Tensor
-    segments: tuple[Segment, ...]
+_IN_FLIGHT = 2
+"""Units whose whole gradients may exist at a time because their reduction is under way (ZeRO 2 and 3)."""
 
 
 @dataclass
 class _UnitState:
-    """A unit within a step: what it still waits for, then the reductions under way (None: not started)."""
+    """A unit within a step: what it still waits for, and whether its reduction has started (in this pass)."""
 
     unit: Unit
-    buckets: tuple[_Bucket, ...]
+    buckets: tuple[Bucket, ...]
     learning: tuple[nn.Parameter, ...]
     missing: set[nn.Parameter] = field(default_factory=set)
     works: Counter[nn.Parameter] = field(default_factory=Counter)
-    reducing: list[tuple[Tensor, Pending]] | None = None
+    started: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -109,16 +54,18 @@ class DataParallel:
 
     Adopts the parameters of `units`: their data move into flat buffers (values kept) and each gets `main_grad`, a
     view of the gradient buffer in promote_types(dtype, float32). Parameters created in one storage (q, k, v) stay
-    adjacent, in both. Frozen parameters (requires_grad false) stay where they are and have no gradient.
+    adjacent, in both. Frozen parameters (requires_grad false) stay where they are, whole, and have no gradient.
+    `mpu.config.zero` says what is divided among the ranks (see `megalite.parallel.buckets`).
 
     Gradients must already carry their share of the loss scale: reductions are sums. `reduce_dtype` is what travels
     (None: the dtype of the main gradients); a narrower one halves the bytes and rounds each partial sum.
 
-    A step: `zero_grad`, backward passes, `arm` before the last one, `finish`. A parameter has its last contribution
+    A step: `zero_grad`, backward passes, `arm` before the last one, `finish`; with `reduces_each_pass` (ZeRO 2 and 3)
+    `arm` and `complete` around each. A parameter has its last contribution of a pass
     when the autograd engine is done with it and no deferred work for it waits in `queue`; one that takes no part in
     the pass delays its unit, and those after it, to `complete` or `finish`, as zero (experts without a token take part,
     with zero, when they stay in the graph). Units start in reverse order on
-    every rank, so that the all-reduces of all ranks pair up; shared ones must come first in `units`, and start last.
+    every rank, so that the reductions of all ranks pair up; shared ones must come first in `units`, and start last.
 
     A bidirectional pipeline holds each stage twice, on the two ranks of `mpu.replica`: with `copied`, `finish` sums
     over both, so that ranks must finish their stages in model order.
@@ -135,57 +82,97 @@ class DataParallel:
     ):
         self._replica = mpu.replica if copied else None
         self.units, self.mpu, self.queue, self.reduce_dtype = tuple(units), mpu, queue, reduce_dtype
+        self.reduces_each_pass = mpu.config.zero >= 2
         _check_units(self.units)
         assert all(a.shared or not b.shared for a, b in pairwise(self.units)), "shared units must come first"
-        self._states = [_adopt(unit) for unit in reversed(self.units)]
+        self._states = [_adopt(unit, mpu) for unit in reversed(self.units)]
         self._state_of = {p: state for state in self._states for p in state.learning}
+        self._bucket_of = {span.parameter: b for b in self.buckets for span in b.spans}
+        self._flying: deque[_UnitState] = deque()
         self._next = 0
         self._phase = _Phase.OPEN
-        self._partial = _partial_sums(self._states)
+        self._is_drain = False
+        self._partial = _partial_sums(self.buckets)
+        self._gatherer = Gatherer(
+            [(state.unit, state.buckets) for state in reversed(self._states)], before_backward=self._start_before
+        )
         for parameter in self._state_of:
             parameter.register_post_accumulate_grad_hook(self._after_autograd)
-        queue.on_done = self._after_deferred
+        queue.on_start, queue.on_done = self._before_work, self._after_deferred
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The flat memory, in the order of the units."""
+        return [bucket for state in reversed(self._states) for bucket in state.buckets]
 
     @property
     def segments(self) -> list[Segment]:
         """What the optimizer works on, in the order of the units."""
-        return [s for state in reversed(self._states) for bucket in state.buckets for s in bucket.segments]
+        return [segment for bucket in self.buckets for segment in bucket.segments]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, frozen ones too, each once."""
         return list(dict.fromkeys(p for unit in self.units for p in unit.parameters))
 
+    def gradients(self) -> Iterator[tuple[Shard, Tensor]]:
+        """(place, value) of the summed gradients that this rank keeps, after `finish`."""
+        for segment in self.segments:
+            for span in segment.spans:
+                yield span.shard, span.of(segment.main_grad)
+
+    def weights(self) -> Iterator[tuple[Shard, Tensor]]:
+        """(place, value) of the parameters that this rank keeps between uses: whole, or its slices."""
+        for parameter in self.parameters:
+            bucket = self._bucket_of.get(parameter)
+            if bucket is None or bucket.zero < 3:
+                yield shard_of(parameter), parameter.data
+                continue
+            for segment in bucket.segments:
+                for span in segment.spans:
+                    if span.parameter is parameter:
+                        yield span.shard, span.of(segment.param)
+
     def state_tensors(self) -> dict[str, list[tuple[Shard, Tensor]]]:
         """The parameters as a checkpoint keeps them: kind `parameter` -> (shard, this rank's part)."""
-        return {"parameter": [(shard_of(p), p.data) for p in self.parameters]}
+        return {"parameter": list(self.weights())}
 
     def zero_grad(self) -> None:
         """Begins a step: all gradients are zero and accumulate again."""
         for state in self._states:
+            state.started = False
             for bucket in state.buckets:
-                bucket.grad.zero_()
+                bucket.zero_grad()
         self._phase, self._next = _Phase.OPEN, 0
 
-    def arm(self) -> None:
-        """Announces that the next backward pass, or the next drain of the queue, is the last of the step."""
+    def arm(self, microbatch: int | None = None) -> None:
+        """Announces that the next backward pass, or drain of the queue, is the last (of the step, or before a
+        reduction); `microbatch`: whose pass, where the queue keeps work of others too."""
         assert self._phase is _Phase.OPEN, f"arm() while gradients are {self._phase.value}"
-        self._phase = _Phase.ARMED
-        waiting = Counter(self.queue.waiting_parameters())
+        self._phase, self._next = _Phase.ARMED, 0
+        waiting = Counter(self.queue.waiting_parameters(microbatch))
         for state in self._states:
+            state.started = False
             # With deferred work waiting, the last pass is its drain: autograd is already done with every parameter.
             state.missing = set() if waiting else set(state.learning)
             state.works = Counter({p: waiting[p] for p in state.learning if waiting[p]})
+        self._is_drain = bool(waiting)
         self._start_complete_units()
 
     def complete(self) -> None:
         """Starts what has not started: the pass that `arm` announced is over, and absent contributions are zero.
 
         `finish` does it too. With several stages on a rank, calling it right after the pass makes the order of
-        all-reduces independent of which parameters took part on which rank.
+        reductions independent of which parameters took part on which rank.
         """
         while self._next < len(self._states) and not self._states[self._next].unit.shared:
             self._start(self._states[self._next])
+        if self.reduces_each_pass:
+            self._phase = _Phase.OPEN
+
+    def leave(self) -> None:
+        """A forward or backward pass of the stage is over: parameters that are divided go."""
+        self._gatherer.leave()
 
     def finish(self) -> None:
         """Waits until every gradient is the sum over all ranks that contribute to it."""
@@ -194,27 +181,44 @@ class DataParallel:
         while self._next < len(self._states):
             self._start(self._states[self._next])
         for state in self._states:
-            self._wait(state)
+            for bucket in state.buckets:
+                bucket.finish_reduction()
+                assert bucket.zero < 2 or not bucket.grad_is_open, f"{state.unit.name}: a pass was not announced"
+        self._flying.clear()
         for axis, grads in self._partial:
             _sum_over(axis, grads)
         for state in self._states:
             if state.unit.tied:
                 for bucket in state.buckets:
-                    self.mpu.embd.all_reduce(bucket.grad)
+                    self.mpu.embd.all_reduce(bucket.grad_shard)
         if self._replica is not None:
-            grads = [bucket.grad for state in self._states for bucket in state.buckets]
+            grads = [bucket.grad_shard for state in self._states for bucket in state.buckets]
             for pending in [self._replica.start_all_reduce(grad) for grad in grads]:
                 pending.wait()
         self._phase = _Phase.REDUCED
 
+    def _before_work(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Called before work adds to the main gradients of `parameters`."""
+        for parameter in parameters:
+            if parameter in self._state_of:
+                self._check_open(parameter)
+                self._bucket_of[parameter].open_grad()
+
     def _after_autograd(self, parameter: nn.Parameter) -> None:
         """Called when the engine is done with `parameter`; a layer that adds to main_grad itself leaves no grad."""
-        state = self._check_open(parameter)
-        if parameter.grad is not None:
-            main_grad(parameter).add_(parameter.grad)
+        self._check_open(parameter)
+        if (grad := parameter.grad) is not None:
             parameter.grad = None
+
+            def add() -> None:
+                main_grad(parameter).add_(grad)
+
+            if self._bucket_of[parameter].zero >= 2:
+                self.queue.put(add, [parameter])  # deferred like the others: whole gradients exist during W only
+            else:
+                add()
         if self._phase is _Phase.ARMED:
-            state.missing.discard(parameter)
+            self._state_of[parameter].missing.discard(parameter)
             self._start_complete_units()
 
     def _after_deferred(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -229,7 +233,7 @@ class DataParallel:
 
     def _check_open(self, parameter: nn.Parameter) -> _UnitState:
         state = self._state_of[parameter]
-        if self._phase is _Phase.REDUCED or state.reducing is not None:
+        if self._phase is _Phase.REDUCED or (self._phase is _Phase.ARMED and state.started):
             raise RuntimeError(
                 f"a gradient of {shard_of(parameter).name} arrived after its bucket was reduced;"
                 " call zero_grad() before a step, and arm() only before the step's last pass"
@@ -237,33 +241,34 @@ class DataParallel:
         return state
 
     def _start_complete_units(self) -> None:
+        """Starts the units that wait for nothing, in order.
+
+        A backward pass that gathers parameters starts them in `_start_before` instead: reductions and gathers share
+        the ranks, and must follow one another in one order, whichever parameters took part where.
+        """
+        if self._gatherer.gathers and not self._is_drain:
+            return
         while self._next < len(self._states) and self._states[self._next].is_complete:
             self._start(self._states[self._next])
 
+    def _start_before(self, units: Sequence[Unit]) -> None:
+        """Called when backward is about to enter `units`: those after them in the model are done."""
+        if self._phase is _Phase.ARMED and not self._is_drain:
+            while self._next < len(self._states) and self._states[self._next].unit not in units:
+                if self._states[self._next].unit.shared:
+                    return
+                self._start(self._states[self._next])
+
     def _start(self, state: _UnitState) -> None:
         self._next += 1
-        state.reducing = []
+        state.started = True
         for bucket in state.buckets:
-            axis = copies_axis(bucket.group, self.mpu)
-            if axis.size == 1:
-                continue
-            # A narrower dtype travels as a copy; the main gradient takes the sum back.
-            wire = bucket.grad.to(self.reduce_dtype) if self.reduce_dtype is not None else bucket.grad
-            state.reducing.append((bucket.grad, axis.start_all_reduce(wire)))
-
-    def _wait(self, state: _UnitState) -> None:
-        for grad, pending in state.reducing or ():
-            total = pending.wait()
-            if total is not grad:
-                grad.copy_(total)
-        state.reducing = None
-
-
-def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The accumulated gradient of an adopted parameter, in its shape."""
-    grad = getattr(parameter, "main_grad", None)
-    assert isinstance(grad, Tensor), f"{shard_of(parameter).name} has no main_grad: it is frozen or was not adopted"
-    return grad
+            bucket.start_reduction(self.reduce_dtype)
+        if self.reduces_each_pass:
+            self._flying.append(state)
+            while len(self._flying) > _IN_FLIGHT:
+                for bucket in self._flying.popleft().buckets:
+                    bucket.finish_reduction()
 
 
 def _check_units(units: Sequence[Unit]) -> None:
@@ -279,89 +284,21 @@ def _check_units(units: Sequence[Unit]) -> None:
             )
 
 
-def _adopt(unit: Unit) -> _UnitState:
-    """Moves the unit's parameters into flat buffers, one pair for each group and dtype."""
-    runs = _adjacent_runs(unit.parameters)
-    learning = [run for run in runs if run[0].requires_grad]
-    by_bucket: dict[tuple[Group, torch.dtype], list[list[nn.Parameter]]] = {}
-    for run in learning:
-        by_bucket.setdefault((shard_of(run[0]).group, run[0].dtype), []).append(run)
-    buckets = tuple(_bucket(unit.name, group, of_bucket) for (group, _), of_bucket in by_bucket.items())
-    for run in runs:
-        if not run[0].requires_grad and run[0].untyped_storage().nbytes() > run[0].nbytes:
-            for parameter in run:
-                parameter.data = parameter.data.clone()  # else it would keep its old neighbours' memory alive
-    return _UnitState(unit, buckets, tuple(p for run in learning for p in run))
+def _adopt(unit: Unit, mpu: ParallelState) -> _UnitState:
+    """Moves the unit's parameters into flat buffers."""
+    buckets = make_buckets(unit, mpu)
+    learning = tuple(dict.fromkeys(span.parameter for bucket in buckets for span in bucket.spans))
+    return _UnitState(unit, buckets, learning)
 
 
-def _adjacent_runs(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Runs of parameters that lie side by side in one storage and are treated alike, in order of first appearance."""
-    found: list[list[nn.Parameter]] = []
-    for stored_together in storage_groups(list(dict.fromkeys(parameters))):
-        runs: dict[tuple[bool, bool, Group], list[list[nn.Parameter]]] = {}
-        for parameter in stored_together:
-            shard = shard_of(parameter)
-            of_kind = runs.setdefault((parameter.requires_grad, shard.decay, shard.group), [])
-            if of_kind and _touch(of_kind[-1][-1], parameter):
-                of_kind[-1].append(parameter)
-            else:
-                of_kind.append([parameter])
-        found += [run for of_kind in runs.values() for run in of_kind]
-    return found
-
-
-def _touch(first: Tensor, second: Tensor) -> bool:
-    """Whether `second` begins where `first` ends."""
-    return first.dtype == second.dtype and first.data_ptr() + first.nbytes == second.data_ptr()
-
-
-def _bucket(unit: str, group: Group, runs: Sequence[list[nn.Parameter]]) -> _Bucket:
-    """Buffers for `runs`: decaying parameters first, then the others, each segment padded to ALIGNMENT."""
-    kinds = [(decay, [run for run in runs if shard_of(run[0]).decay == decay]) for decay in (True, False)]
-    plans = [(decay, *_place(of_kind)) for decay, of_kind in kinds if of_kind]
-    dtype, device = runs[0][0].dtype, runs[0][0].device
-    size = sum(length for _, _, length in plans)
-    param = torch.zeros(size, dtype=dtype, device=device)
-    grad = torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    segments, begin = [], 0
-    for decay, spans, length in plans:
-        end = begin + length
-        segment = Segment(unit, group, param[begin:end], grad[begin:end], decay, spans)
-        for span in spans:
-            _move(span, segment)
-        segments.append(segment)
-        begin = end
-    return _Bucket(group, param, grad, tuple(segments))
-
-
-def _place(runs: Sequence[list[nn.Parameter]]) -> tuple[tuple[Span, ...], int]:
-    """Spans of the parameters, run by run, and the padded length."""
-    spans, offset = [], 0
-    for run in runs:
-        for parameter in run:
-            spans.append(Span(parameter, offset))
-            offset += parameter.numel()
-        offset = -(-offset // ALIGNMENT) * ALIGNMENT
-    return tuple(spans), offset
-
-
-def _move(span: Span, segment: Segment) -> None:
-    parameter = span.parameter
-    place = span.of(segment.param)
-    place.copy_(parameter.data)
-    parameter.data = place
-    parameter.grad = None
-    parameter.main_grad = span.of(segment.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _partial_sums(states: Sequence[_UnitState]) -> list[tuple[Axis, list[Tensor]]]:
+def _partial_sums(buckets: Sequence[Bucket]) -> list[tuple[Axis, list[Tensor]]]:
     """The main gradients that are partial sums over an axis of several ranks, by axis and dtype."""
     found: dict[tuple[tuple[int, ...], torch.dtype], tuple[Axis, list[Tensor]]] = {}
-    for state in states:
-        for parameter in state.learning:
-            grad = main_grad(parameter)
-            for axis in shard_of(parameter).partial:
+    for segment in (segment for bucket in buckets for segment in bucket.segments):
+        for span in segment.spans:
+            for axis in span.shard.partial:
                 if axis.size > 1:
+                    grad = span.of(segment.main_grad)
                     found.setdefault((axis.ranks, grad.dtype), (axis, []))[1].append(grad)
     return list(found.values())
 

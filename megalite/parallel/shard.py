@@ -43,7 +43,8 @@ class Shard:
     partial: axes over which its gradient is a partial sum; after summing, the first rank of each owns it.
     group: which ranks share it, dense (dp x cp) or expert (edp), see `copies_axis`. tied_to: the name of the parameter
     that this one is a copy of (on another stage; its own name when the whole stage is a copy). decay: whether weight
-    decay applies.
+    decay applies. run: elements [begin, end) of this rank's part, flattened, where the part itself is divided among the
+    ranks with the same one (ZeRO); the tensor is then those elements, [end - begin].
     """
 
     name: str
@@ -53,22 +54,36 @@ class Shard:
     group: Group = "dense"
     tied_to: str | None = None
     decay: bool = True
+    run: tuple[int, int] | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
+        return (self.run[1] - self.run[0],) if self.run is not None else self._part_shape
+
+    @property
+    def _part_shape(self) -> tuple[int, ...]:
         shape = list(self.shape)
         for cut in self.cuts:
             shape[cut.dim] = sum(length for _, length in cut.segments)
         return tuple(shape)
 
     def pieces(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
-        """(global offset, sizes, view of `local`) of each rectangle of the global tensor that `local` holds."""
+        """(global offset, sizes, view of `local`) of each rectangle of the global tensor that `local` holds.
+
+        A run of a matrix is at most three rectangles of this rank's part: the rest of a row, whole rows, the beginning
+        of one.
+        """
         assert local.shape == self.local_shape, f"{self.name}: {tuple(local.shape)} is not {self.local_shape}"
         runs: list[Segments] = [((0, size),) for size in self.shape]
         for cut in self.cuts:
             runs[cut.dim] = cut.segments
-        yield from _rectangles(local, runs, 0, (), ())
+        if self.run is None:
+            yield from _rectangles(local, runs, 0, (), ())
+            return
+        for offset, box in _boxes(local, self._part_shape, self.run[0]):
+            here = [_within(run, begin, size) for run, begin, size in zip(runs, offset, box.shape, strict=True)]
+            yield from _rectangles(box, here, 0, (), ())
 
     def is_owner(self, mpu: ParallelState) -> bool:
         """Whether this rank counts the parameter in norms and saves it (among the ranks of one model copy).
@@ -84,8 +99,8 @@ class Shard:
         return all(axis.rank == 0 for axis in (*copied_over, *self.partial))
 
     def is_saver(self, mpu: ParallelState) -> bool:
-        """Whether this rank, of all ranks, is the one that stores the parameter."""
-        return copies_axis(self.group, mpu).is_first and self.is_owner(mpu)
+        """Whether this rank, of all ranks, is the one that stores the parameter (its own run of it, if divided)."""
+        return (self.run is not None or copies_axis(self.group, mpu).is_first) and self.is_owner(mpu)
 
 
 def copies_axis(group: Group, mpu: ParallelState) -> Axis:
@@ -104,6 +119,42 @@ def _rectangles(
         part = local.narrow(dim, begin, length)
         yield from _rectangles(part, runs, dim + 1, (*offset, start), (*sizes, length))
         begin += length
+
+
+def _boxes(flat: Tensor, shape: tuple[int, ...], begin: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """(offset, view) of the rectangles, in order, that make up elements [begin, begin + flat.numel()) of a `shape`."""
+    if len(shape) <= 1:
+        yield ((begin,), flat) if shape else ((), flat.view(()))
+        return
+    row = math.prod(shape[1:])
+    end = begin + flat.numel()
+    first, last = -(-begin // row), end // row
+    if first > last:  # within one row
+        yield from _in_row(flat, shape, begin)
+        return
+    if begin < first * row:
+        yield from _in_row(flat[: first * row - begin], shape, begin)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), flat[first * row - begin : last * row - begin].view(-1, *shape[1:])
+    if last * row < end:
+        yield from _in_row(flat[last * row - begin :], shape, last * row)
+
+
+def _in_row(flat: Tensor, shape: tuple[int, ...], begin: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    index, inside = divmod(begin, math.prod(shape[1:]))
+    for offset, box in _boxes(flat, shape[1:], inside):
+        yield (index, *offset), box[None]
+
+
+def _within(segments: Segments, begin: int, size: int) -> Segments:
+    """The global runs of local elements [begin, begin + size) of a dim that is cut into `segments`."""
+    found, at = [], 0
+    for start, length in segments:
+        low, high = max(begin, at), min(begin + size, at + length)
+        if low < high:
+            found.append((start + low - at, high - low))
+        at += length
+    return tuple(found)
 
 
 def even_cut(size: int, axis: Axis, unit: int = 1) -> Segments:

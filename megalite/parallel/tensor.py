@@ -355,14 +355,14 @@ class _Embedding(torch.autograd.Function):
     """Rows of a table; the gradient is added to the main gradient row by row, never as a dense copy of the table."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, outside: Tensor | None, weight: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, outside: Tensor | None, weight: nn.Parameter, queue: WeightGradQueue) -> Tensor:
         ctx.save_for_backward(ids, outside)
-        ctx.weight = weight
+        ctx.weight, ctx.queue = weight, queue
         rows = weight.index_select(0, ids.flatten()).view(*ids.shape, weight.shape[1])
         return rows if outside is None else rows.masked_fill_(outside[..., None], 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None]:
         ids, outside = ctx.saved_tensors
         weight: nn.Parameter = ctx.weight
         main_grad = getattr(weight, "main_grad", None)
@@ -370,8 +370,9 @@ class _Embedding(torch.autograd.Function):
         rows = grads[0].to(target.dtype)
         if outside is not None:
             rows = rows.masked_fill(outside[..., None], 0)
-        _add_rows(target, ids.flatten(), rows.reshape(-1, rows.shape[-1]))
-        return None, None, None if main_grad is not None else target
+        # At once even when the queue defers: rows are as large as the work would be, and would have to be kept.
+        ctx.queue.run(lambda: _add_rows(target, ids.flatten(), rows.reshape(-1, rows.shape[-1])), [weight])
+        return None, None, None if main_grad is not None else target, None
 
 
 def _add_rows(target: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -399,6 +400,7 @@ class VocabParallelEmbedding(ShardedModule):
     ):
         super().__init__()
         self.axis, self.sequence_parallel, self.init_std = axis, sequence_parallel, init_std
+        self.queue = WeightGradQueue()
         ((self.start, self.length),) = even_cut(num_embeddings, axis)
         shard = Shard("weight", (num_embeddings, embedding_dim), (Cut(axis, 0, ((self.start, self.length),)),))
         self.weight = set_shard(nn.Parameter(torch.empty(self.length, embedding_dim)), shard)
@@ -411,10 +413,10 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] int64 -> [s, b, hidden] (or [s / n, b, hidden])."""
         if self.axis.size == 1:
-            return _Embedding.apply(ids, None, self.weight)
+            return _Embedding.apply(ids, None, self.weight, self.queue)
         local = ids - self.start
         outside = (local < 0) | (local >= self.length)
-        rows = _Embedding.apply(local.masked_fill(outside, 0), outside, self.weight)
+        rows = _Embedding.apply(local.masked_fill(outside, 0), outside, self.weight, self.queue)
         if self.sequence_parallel:
             return reduce_scatter_sequence(rows, self.axis)
         return reduce_from(rows, self.axis)

@@ -20,11 +20,13 @@ class WeightGradQueue:
     """Weight gradients of one stage, first in, first out.
 
     While `deferring`, `put` keeps the work under the current `microbatch`; otherwise it runs it at once.
-    `on_done` is told the parameters of each deferred work when it has run (gradient buckets listen).
+    `on_start` is told the parameters of each work before it runs, `on_done` those of a deferred one when it has run
+    (gradient buckets listen).
     """
 
     deferring: bool = False
     microbatch: int = 0
+    on_start: Callable[[Sequence[nn.Parameter]], None] | None = None
     on_done: Callable[[Sequence[nn.Parameter]], None] | None = None
     _waiting: dict[int, deque[tuple[Callable[[], None], Sequence[nn.Parameter]]]] = field(default_factory=dict)
 
@@ -36,7 +38,13 @@ class WeightGradQueue:
         if self.deferring:
             self._waiting.setdefault(self.microbatch, deque()).append((work, parameters))
         else:
-            work()
+            self.run(work, parameters)
+
+    def run(self, work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> None:
+        """Runs `work` now, deferring or not."""
+        if self.on_start is not None:
+            self.on_start(parameters)
+        work()
 
     def drain(self, microbatch: int) -> None:
         """Runs what was put for `microbatch`, in order."""
@@ -44,7 +52,7 @@ class WeightGradQueue:
         with torch.no_grad():
             while waiting:
                 work, parameters = waiting.popleft()
-                work()
+                self.run(work, parameters)
                 if self.on_done is not None:
                     self.on_done(parameters)
 
@@ -53,8 +61,9 @@ class WeightGradQueue:
         """Weight gradients kept, over all micro-batches."""
         return sum(len(works) for works in self._waiting.values())
 
-    def waiting_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that kept work will still add to, once for each work."""
-        for works in self._waiting.values():
-            for _, parameters in works:
-                yield from parameters
+    def waiting_parameters(self, microbatch: int | None = None) -> Iterator[nn.Parameter]:
+        """The parameters that kept work (of one micro-batch, or all) will still add to, once for each work."""
+        for number, works in self._waiting.items():
+            if microbatch in (None, number):
+                for _, parameters in works:
+                    yield from parameters

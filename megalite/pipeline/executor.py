@@ -56,7 +56,7 @@ class _Step:
     deferred: set[Key] = field(default_factory=set)
     """Between I and W."""
     armed: int | None = None
-    """The stage whose next B or W is its last."""
+    """The stage that reduces its gradients in its next B or W."""
     began: float = 0.0
     """When the action under way began to compute (traced runs only)."""
 
@@ -83,7 +83,7 @@ class Executor:
         if plan.num_ranks != mpu.pp.size:
             raise PlanError(f"{plan.name} is a plan for {plan.num_ranks} pipeline ranks; parallel.pp={mpu.pp.size}")
         assert set(stages) == set(plan.stages_of(mpu.pp.rank)), f"stages {sorted(stages)} are not this rank's"
-        self._plan = lower(plan)
+        self._plan = lower(plan, reduce_each_pass=mpu.config.zero >= 2)
         agree(self._plan, mpu.world)
         self._evaluations: dict[int, Plan] = {}
         self._stages, self._reducers = dict(stages), dict(reducers)
@@ -179,6 +179,7 @@ class Executor:
         _, number, microbatch = action
         x = self._input(step, action)
         output = self._stages[number](x, step.microbatches[microbatch])
+        self._leave(number)
         if step.training:
             step.live[number, microbatch] = _Activation(x, output)
             self.peak_activations = max(self.peak_activations, len(step.live))
@@ -202,6 +203,7 @@ class Executor:
         grad = self._output_grad(step, action, activation.output)
         if activation.output.requires_grad:  # not so on a first stage that is all frozen
             torch.autograd.backward(activation.output, grad)
+        self._leave(number)
         previous = self._plan.previous_stage(number)
         if previous is None:
             return
@@ -240,7 +242,7 @@ class Executor:
 
     def _reduce(self, step: _Step, action: Action) -> None:
         if action.stage in self._reducers:
-            self._reducers[action.stage].arm()
+            self._reducers[action.stage].arm(action.microbatch)
             step.armed = action.stage
 
     def _complete(self, step: _Step, action: Action) -> None:
@@ -248,6 +250,11 @@ class Executor:
         if step.armed == action.stage:
             self._reducers[action.stage].complete()
             step.armed = None
+
+    def _leave(self, number: int) -> None:
+        """A pass through the stage is over."""
+        if number in self._reducers:
+            self._reducers[number].leave()
 
     def _input(self, step: _Step, action: Action) -> Tensor | None:
         """The input of a forward: a leaf of the stage's graph."""

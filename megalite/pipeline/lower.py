@@ -20,8 +20,10 @@ _SENDS = (Kind.SEND_ACT, Kind.SEND_GRAD)
 _RECEIVES = (Kind.RECV_ACT, Kind.RECV_GRAD)
 
 
-def lower(plan: Plan) -> Plan:
+def lower(plan: Plan, *, reduce_each_pass: bool = False) -> Plan:
     """`plan` with SEND, RECV and REDUCE actions, checked; raises PlanError when it cannot be executed.
+
+    REDUCE comes before a stage's last B or W, or before each of them.
 
     Neighbouring stages on one rank exchange nothing. Lowering a lowered plan gives the same plan.
     """
@@ -32,7 +34,7 @@ def lower(plan: Plan) -> Plan:
             send, receive = message
             rows[rank].append(send)
             rows[plan.placement[receive.stage]].append(receive)
-    lowered = replace(plan, actions=tuple(tuple(_with_reductions(row)) for row in rows))
+    lowered = replace(plan, actions=tuple(tuple(_with_reductions(row, reduce_each_pass)) for row in rows))
     check_deadlock_free(lowered)
     return lowered
 
@@ -50,12 +52,13 @@ def _message(plan: Plan, action: Action) -> tuple[Action, Action] | None:
     return Action(kinds[0], action.stage, action.microbatch), Action(kinds[1], consumer, action.microbatch)
 
 
-def _with_reductions(row: list[Action]) -> list[Action]:
-    """`row` with REDUCE before the last B or W of each stage."""
-    last = {action.stage: i for i, action in enumerate(row) if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)}
+def _with_reductions(row: list[Action], each: bool) -> list[Action]:
+    """`row` with REDUCE before the last B or W of each stage, or before each one."""
+    passes = [(i, action.stage) for i, action in enumerate(row) if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
+    reduced = {i for i, _ in passes} if each else {i for i, _ in {stage: (i, stage) for i, stage in passes}.values()}
     out: list[Action] = []
     for i, action in enumerate(row):
-        if last.get(action.stage) == i:
+        if i in reduced:
             out.append(action._replace(kind=Kind.REDUCE))
         out.append(action)
     return out

@@ -37,14 +37,21 @@ class Stage(Protocol):
 
 
 class Reducer(Protocol):
-    """The gradient buffers of a stage, as the plan drives them."""
+    """The memory of a stage's gradients and parameters, as the plan drives it."""
 
-    def arm(self) -> None:
-        """Called before the stage's last backward (or weight-gradient) pass: reductions may start as it completes."""
+    def arm(self, microbatch: int) -> None:
+        """Called before a backward (or weight-gradient) pass with REDUCE: reductions may start as it completes.
+
+        That is the stage's last pass, or each one. `microbatch`: whose pass it is.
+        """
         ...
 
     def complete(self) -> None:
         """Called after that pass: reductions that only this stage contributes to have started when it returns."""
+        ...
+
+    def leave(self) -> None:
+        """Called after each forward and each backward pass: the stage needs no parameter for now."""
         ...
 
     def finish(self) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config import Config
 from megalite.data.rows import SampleSource
 from megalite.data.sampler import RaggedMasks
 from megalite.layout import Layout
 from megalite.mpu import ParallelState
-from megalite.parallel.data import main_grad
 from megalite.parallel.shard import Shard, shard_of
 from megalite.testing.world import World
 from megalite.train.build import build_training
@@ -138,12 +137,15 @@ def _steps(
             yield f"{optimizer} step {step + 1}", training, scalars
 
 
-def _parameters(training: Training) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(weight, gradient before clipping) of everything that learns on this rank, copies of other ranks' included."""
+def _tensors(training: Training) -> Iterator[tuple[str, Shard, Tensor]]:
+    """(kind, place, value) of gradients before clipping, of weights and of buffers, as far as this rank keeps them."""
     for data_parallel in training.data_parallels.values():
-        for parameter in data_parallel.parameters:
-            if parameter.requires_grad:
-                yield parameter, main_grad(parameter)
+        for shard, grad in data_parallel.gradients():
+            yield "grads", shard, grad
+        for shard, weight in data_parallel.weights():
+            yield "weights", shard, weight
+    for buffer in _buffers(training):
+        yield "weights", shard_of(buffer), buffer
 
 
 def _buffers(training: Training) -> Iterator[Tensor]:
@@ -154,9 +156,8 @@ def _buffers(training: Training) -> Iterator[Tensor]:
                 yield buffer
 
 
-def _name(parameter: Tensor) -> str:
+def _name(shard: Shard) -> str:
     """The name in the reference; a tied copy is compared with the original."""
-    shard = shard_of(parameter)
     return shard.tied_to or shard.name
 
 
@@ -174,11 +175,8 @@ def _record(
     found: dict[str, Tensor] = {}
     for label, training, scalars in _steps(config, mpu, num_steps, wrap_data):
         found |= {f"{label}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-        for parameter, grad in _parameters(training):
-            found[f"{label}/grads/{_name(parameter)}"] = grad.clone()
-            found[f"{label}/weights/{_name(parameter)}"] = parameter.detach().clone()
-        for buffer in _buffers(training):
-            found[f"{label}/weights/{_name(buffer)}"] = buffer.clone()
+        for kind, shard, value in _tensors(training):
+            found[f"{label}/{kind}/{_name(shard)}"] = value.detach().clone()
     save_file(found, path)
 
 
@@ -189,9 +187,9 @@ class _RankReport:
     difference: dict[str, float] = field(default_factory=dict)
     elements: dict[str, int] = field(default_factory=dict)
 
-    def add(self, label: str, tensor: Tensor, local: Tensor, mpu: ParallelState, reference: Any) -> None:
-        """Compares `local`, a value of `tensor` on this rank, with the reference."""
-        shard, key = shard_of(tensor), f"{label}/{_name(tensor)}"
+    def add(self, label: str, shard: Shard, local: Tensor, mpu: ParallelState, reference: Any) -> None:
+        """Compares `local`, what this rank has of `shard`, with the reference."""
+        key = f"{label}/{_name(shard)}"
         difference = _difference(shard, local, reference.get_slice(key))
         self.difference[key] = max(self.difference.get(key, 0.0), difference)
         self.elements[key] = self.elements.get(key, 0) + (local.numel() if shard.is_saver(mpu) else 0)
@@ -214,11 +212,8 @@ def _compare(
                 key = f"{label}/{name}"
                 report.difference[key] = _finite(value - float(reference.get_tensor(key)))
                 report.elements[key] = 1
-            for parameter, grad in _parameters(training):
-                report.add(f"{label}/grads", parameter, grad, mpu, reference)
-                report.add(f"{label}/weights", parameter, parameter.detach(), mpu, reference)
-            for buffer in _buffers(training):
-                report.add(f"{label}/weights", buffer, buffer, mpu, reference)
+            for kind, shard, value in _tensors(training):
+                report.add(f"{label}/{kind}", shard, value.detach(), mpu, reference)
     return report
 
 

@@ -53,7 +53,8 @@ class Run:
         experts = torch.randn(4, 6, width, generator=g).to(dtype)
         fc1 = cut_experts(f"layers.{mpu.pp.rank}.experts", experts, mpu, dim=1)
         self.fractions = set_shard(torch.zeros(4), Shard(f"layers.{mpu.pp.rank}.fractions", (4,)))
-        units = [Unit("tied", [words], tied=True), Unit("layer", [fused, norm, fc1])]
+        modules = [torch.nn.Identity()]  # so that ZeRO-3 may divide the parameters
+        units = [Unit("tied", [words], tied=True, modules=modules), Unit("layer", [fused, norm, fc1], modules=modules)]
         self.data_parallel = DataParallel(units, mpu, queue=WeightGradQueue())
         self.config = OptimConfig(lr=0.1, warmup_steps=4, clip_grad=1.0)
         self.optimizer = Optimizer(self.config, [self.data_parallel], mpu)
@@ -63,6 +64,8 @@ class Run:
         rates = []
         for step in range(first, last + 1):
             self.data_parallel.zero_grad()
+            for bucket in self.data_parallel.buckets:
+                bucket.open_grad()
             for i, parameter in enumerate(self.data_parallel.parameters):
                 g = torch.Generator().manual_seed(100 * step + 10 * self.mpu.rank + i)
                 main_grad(parameter).add_(torch.randn(parameter.shape, generator=g))
@@ -246,7 +249,10 @@ def _assembled(run: Run) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
 
 def _whole(ranks: list[dict[str, list[tuple[tuple[int, ...], Tensor]]]]) -> dict[str, Tensor]:
     """The global tensors, from the rectangles of all ranks."""
-    shapes = {"words": (7, 3), "layers.0.fused": (8, 3), "layers.0.norm": (3,)}
+    shapes = {
+        "words": (7, 3), "layers.0.fused": (8, 3), "layers.0.norm": (3,), "layers.0.experts": (4, 6, 3),
+        "layers.0.fractions": (4,),
+    }  # fmt: skip
     whole: dict[str, Tensor] = {}
     for of_rank in ranks:
         for key, pieces in of_rank.items():
@@ -276,9 +282,31 @@ def test_any_layout_loads_what_another_has_saved(
 ) -> None:
     saved = _whole(world.run(_train_and_save, str(tmp_path), layout=ParallelConfig(tp=there), ranks=there))
     loaded = _whole(world.run(_load_elsewhere, str(tmp_path), layout=ParallelConfig(tp=here), ranks=ranks))
-    assert saved.keys() == loaded.keys() and len(saved) == 12  # parameter, master and two moments of three tensors
+    _assert_same(saved, loaded)
+
+
+def _assert_same(saved: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    assert saved.keys() == loaded.keys()
+    assert len(saved) == 17  # parameter, master and two moments of four tensors, and a buffer
     for key, value in saved.items():
         assert not value.isnan().any() and torch.equal(loaded[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ((1, 1, 0), (1, 2, 1)), ((1, 2, 1), (1, 1, 0)), ((1, 4, 2), (2, 4, 3)), ((2, 4, 3), (1, 3, 1)),
+        ((2, 4, 1), (2, 2, 0)),
+    ],
+)  # fmt: skip
+def test_any_stage_of_zero_loads_what_another_has_saved(
+    world: World, tmp_path: Path, there: tuple[int, int, int], here: tuple[int, int, int]
+) -> None:
+    (tp, ranks, zero), (tp_here, ranks_here, zero_here) = there, here
+    layout, other = ParallelConfig(tp=tp, zero=zero), ParallelConfig(tp=tp_here, zero=zero_here)
+    saved = _whole(world.run(_train_and_save, str(tmp_path), layout=layout, ranks=ranks))
+    loaded = _whole(world.run(_load_elsewhere, str(tmp_path), layout=other, ranks=ranks_here))
+    _assert_same(saved, loaded)
 
 
 def test_what_is_not_stored_whole_is_refused(tmp_path: Path) -> None:

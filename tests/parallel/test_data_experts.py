@@ -93,7 +93,8 @@ def _mirrored_experts(mpu: ParallelState) -> tuple[list[Tensor], tuple[int, int]
     stages = sorted((mpu.pp.rank, mpu.pp.size - 1 - mpu.pp.rank))
     zeros = torch.zeros(2, 3, dtype=torch.float64)
     experts = [cut_experts(f"{stage}.experts", zeros, mpu) for stage in stages]
-    data_parallels = [adopt(mpu, parameter, whole(f"{i}.norm", zeros[0])) for i, parameter in enumerate(experts)]
+    norms = [whole(f"{i}.norm", zeros[0]) for i in range(len(experts))]
+    data_parallels = [adopt(mpu, *pair, copied=True) for pair in zip(experts, norms, strict=True)]
     for stage, parameter in zip(stages, experts, strict=True):
         set_grads({parameter: (stage + 1) * 10.0**mpu.world.rank})
     for data_parallel in data_parallels:

@@ -113,7 +113,9 @@ class RecordingReducer:
 
     events: list[str] = field(default_factory=list)
 
-    def arm(self) -> None:
+    def leave(self) -> None: ...
+
+    def arm(self, microbatch: int) -> None:
         self.events.append("arm")
 
     def complete(self) -> None:

@@ -1,0 +1,50 @@
+"""The promise under ZeRO: what ranks keep of optimizer state, gradients and parameters changes no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.testing.world import World
+from tests.test_layouts import prove
+
+COVER = [
+    ("llama", "dp2+zero1"),
+    ("gpt2", "dp2+zero2"),
+    ("llama", "dp2+zero3"),
+    ("gpt2", "dp4+zero1+mbs1"),
+    ("llama", "dp4+zero2+mbs1"),
+    ("gpt2", "dp4+zero3+mbs1"),
+    ("moe", "ep2+dp4+zero1+mbs1"),
+    ("moe-bias", "ep2+zero2"),
+    ("moe", "ep2+dp4+zero3"),
+    ("moe-gpt2", "tp2+sp+ep2+etp2+dp4+zero3"),
+    ("llama", "tp2+sp+dp2+zero1"),
+    ("gpt2", "tp2+sp+dp2+zero2"),
+    ("llama", "tp4+sp+dp2+zero3"),
+    ("tied-llama", "tp2+sp+dp2+zero1"),
+    ("llama", "pp2+dp2+zero1"),
+    ("gpt2", "pp2+dp2+zero2"),
+    ("tied-llama", "pp2+dp2+zero3"),
+    ("llama", "pp2:zb_h1+dp2+zero1"),
+    ("llama", "pp2:zb_h1+dp2+zero2"),
+    ("gpt2", "pp2:zb_h1+dp2+zero3"),
+    ("tied-llama", "pp2:zb_v+dp2+zero1"),
+    ("gpt2", "pp2:zb_v+dp2+zero2"),
+    ("tied-llama", "pp2:zb_v+dp2+zero3"),
+    ("moe-bias", "ep2+pp2:zb_v+dp4+zero3"),
+    ("llama", "pp2:dualpipe+dp2+zero1+mbs1"),
+    ("llama", "pp2:dualpipe+dp2+zero3+mbs1"),
+    ("llama", "dp2+zero1+recompute:full"),
+    ("tied-llama", "dp2+zero2+recompute:full"),
+    ("gpt2", "dp2+zero3+recompute:full"),
+    ("moe", "ep2+dp4+zero3+recompute:full"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), COVER, ids=[f"{m}-{lay}" for m, lay in COVER])
+def test_zero_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    difference = prove(model, layout, tokens, tmp_path, world)
+    assert difference.passed, difference.first_diff
+    assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
