@@ -53,7 +53,7 @@ COVER = [
 def prove(model: str, layout: str, tokens: str, folder: Path, world: World) -> LayoutDifference:
     """The largest differences of one layout from one rank."""
     (difference,) = prove_layouts(
-        config_for(model, tokens, folder), [parse_layout(layout)], world, folder, timeout=120.0
+        config_for(model, tokens, folder), [parse_layout(layout)], world, folder, num_steps=2, timeout=120.0
     )
     return difference
 

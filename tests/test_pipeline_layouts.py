@@ -113,6 +113,8 @@ def pairwise_cover(rows: Sequence[Row]) -> Iterator[Row]:
 
 TABLE = _rows()
 COVER = list(pairwise_cover(TABLE))
+NUM_FIRST = 28
+"""Rows of the cover, those with most new pairs, that every run of the tests takes; the others are for the full one."""
 
 
 def prove(row: Row, tokens: str, folder: Path, world: World) -> None:
@@ -127,18 +129,18 @@ def prove(row: Row, tokens: str, folder: Path, world: World) -> None:
         ),
     )
     check(row.layout.apply(config), row.layout.num_ranks)
-    (difference,) = prove_layouts(config, [row.layout], world, folder, timeout=120.0)
+    (difference,) = prove_layouts(config, [row.layout], world, folder, num_steps=2, timeout=120.0)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
 
 
-@pytest.mark.parametrize("row", COVER, ids=str)
+@pytest.mark.parametrize("row", COVER[:NUM_FIRST], ids=str)
 def test_schedule(row: Row, tokens: str, tmp_path: Path, world: World) -> None:
     prove(row, tokens, tmp_path, world)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [row for row in TABLE if row not in COVER], ids=str)
+@pytest.mark.parametrize("row", [row for row in TABLE if row not in COVER[:NUM_FIRST]], ids=str)
 def test_schedule_full_table(row: Row, tokens: str, tmp_path: Path, world: World) -> None:
     prove(row, tokens, tmp_path, world)
 

@@ -198,7 +198,7 @@ def test_tokens_that_are_not_what_their_side_file_says_end_the_run_plainly(confi
         (("--model.vocab-size", "40"), "vocab"),
         (("--train.precision", "fp8"), "not built yet"),
         (("--data.seq-len", "100000"), "max_positions"),
-        (("--parallel.zero", "3"), "parallel.zero=3"),
+        (("--parallel.zero", "4"), "parallel.zero=4"),
     ],
 )
 def test_bad_input_is_named_without_a_traceback(
