@@ -26,8 +26,11 @@ from megalite.testing.world import World
 DEFAULT_LAYOUTS = (
     "tp2+mbs4", "tp4+mbs1", "tp2+sp+mbs4", "pp2+mbs4", "pp4+mbs1", "pp2:gpipe", "dp2+mbs4", "dp4+mbs1",
     "pp2v2:interleaved", "pp4:zb_h1", "pp2:zb_v+mbs1", "pp4:dualpipe", "tp2+pp2+mbs4", "tp2+dp2+recompute:full",
-    "tp2+pp2+dp2", "tp2+sp+pp2+dp2+mbs1",
+    "tp2+pp2+dp2", "tp2+sp+pp2+dp2+mbs1", "cp2+mbs4", "cp4:all_gather+mbs1", "cp2:ulysses+tp2+sp", "dp2+zero1+mbs4",
+    "pp2:zb_h1+dp2+zero3+mbs1", "tp2+dp2+zero2+recompute:selective",
 )  # fmt: skip
+EXPERT_LAYOUTS = ("ep2+mbs4", "ep4+tp2+mbs1", "ep2+etp2+tp2+dp2", "ep2+pp2:zb_v+mbs1", "cp2+ep2+dp2+zero3")
+"""More of them, for a model with experts."""
 
 _PLAIN_WIDTH = 120
 """Columns of the table in a file or a pipe."""
@@ -38,7 +41,7 @@ def main() -> None:
     arguments, rest = _parser().parse_known_args()
     try:
         config = load_config(rest, prog="compare_layouts.py")
-        layouts = [parse_layout(text) for text in arguments.layouts]
+        layouts = [parse_layout(text) for text in arguments.layouts or _default_layouts(config)]
         _check(config, layouts, arguments.num_steps)
     except (ConfigError, ValueError) as error:
         sys.exit(f"compare_layouts.py: {error}")
@@ -76,6 +79,10 @@ def _prove(
     return rows
 
 
+def _default_layouts(config: Config) -> tuple[str, ...]:
+    return (*DEFAULT_LAYOUTS, *EXPERT_LAYOUTS) if config.model.num_experts else DEFAULT_LAYOUTS
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -83,9 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layouts",
         nargs="+",
-        default=DEFAULT_LAYOUTS,
         metavar="LAYOUT",
-        help=f"such as tp2+sp+pp2; by default {' '.join(DEFAULT_LAYOUTS)}",
+        help=f"such as tp2+sp+pp2; by default {' '.join(DEFAULT_LAYOUTS)}, and for a model with experts"
+        f" {' '.join(EXPERT_LAYOUTS)}",
     )
     parser.add_argument("--num-steps", type=int, default=3, help="steps with each optimizer (default 3)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a layout may take (default 900)")
