@@ -89,22 +89,3 @@ def _assert_stored_once(folder: Path, config: Config) -> None:
         (piece,) = manifest.tensors[key].pieces
         stored = files[piece.file][piece.name]
         assert stored.dtype == torch.float32 and stored.count_nonzero() == stored.numel()
-
-
-def test_another_expert_layout_is_refused_by_name(tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("moe", tokens, tmp_path / "cache", precision="fp32", device="cpu", num_steps=1)
-    run = str(tmp_path / "run")
-    for layout in ("ep2", "dp2"):
-        applied = parse_layout(layout).apply(config)
-        messages = world.run(_save_or_load, applied, run, layout == "ep2", layout=applied.parallel, ranks=2)
-    assert all("ep=2 there, 1 here" in message for message in messages)
-
-
-def _save_or_load(mpu: ParallelState, config: Config, folder: str, save: bool) -> str:
-    checkpoints = RunCheckpoints(config, build_training(config, mpu, CPU), Path(folder))
-    if save:
-        return str(checkpoints.save(1))
-    try:
-        return str(checkpoints.load(Path(folder)))
-    except RuntimeError as error:
-        return str(error)
