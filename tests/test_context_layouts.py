@@ -22,8 +22,6 @@ COVER = [
     ("llama", "packed", "cp4:all_gather"),
     ("llama", "causal", "cp4:ulysses"),
     ("llama", "packed-odd", "cp4:ulysses_ring"),
-    ("llama", "window-packed", "cp8"),
-    ("llama", "sinks-packed", "cp2:ulysses+tp2"),
     ("gpt2", "packed-odd", "cp2:all_gather+recompute:full"),
     ("llama", "packed-odd", "cp2:ulysses+tp2+sp"),
     ("llama", "odd", "cp2:all_gather+pp2:zb_v"),
@@ -31,11 +29,13 @@ COVER = [
     ("moe", "packed-odd", "cp4+ep4+mbs1"),
     ("moe-bias", "odd", "cp2:ring+tp2+sp+ep2+recompute:full"),
     ("moe-capacity", "packed-odd", "cp2+etp2+tp2"),
-    ("moe-choice", "packed-odd", "cp4:all_gather"),
     ("lfm2", "packed", "cp2+pp2:zb_v+recompute:full"),
     ("lfm2-moe", "packed-odd", "cp4:ring+ep2"),
 ]
 FULL = [
+    ("llama", "sinks-packed", "cp2:ulysses+tp2"),
+    ("moe-choice", "packed-odd", "cp4:all_gather"),
+    ("llama", "window-packed", "cp8"),
     *[("llama", "odd", f"cp2:{mode}") for mode in MODES],
     *[("llama", "packed", f"cp4:{mode}") for mode in MODES],
     *[("llama", "causal", f"cp8:{mode}") for mode in MODES],

@@ -18,18 +18,18 @@ from tests.tiny import config_for
 COVER = [
     ("moe", "ep2+etp2+tp2+dp2"),
     ("moe", "ep2+pp2v2:interleaved"),
-    ("moe", "tp2+sp+etp2+ep2+dp2+recompute:full"),
     ("moe-bias", "ep4+mbs1"),
     ("moe-bias", "ep2+pp2:zb_v"),
     ("moe-bias", "ep2+pp2:dualpipe"),
     ("moe-capacity", "ep2+tp2+sp+mbs4"),
     ("moe-exact", "ep4+mbs1+recompute:full"),
     ("moe-micro-batch", "ep2+tp2+sp"),
-    ("moe-choice", "ep4+tp2+sp+mbs1"),
-    ("moe-sinkhorn", "ep2+tp4+sp"),
     ("moe-gpt2", "pp2:zb_h1+tp2+etp2"),
 ]
 FULL = [
+    ("moe", "tp2+sp+etp2+ep2+dp2+recompute:full"),
+    ("moe-choice", "ep4+tp2+sp+mbs1"),
+    ("moe-sinkhorn", "ep2+tp4+sp"),
     ("moe", "ep2"),
     ("moe", "ep4+tp2"),
     ("moe", "ep2+tp2+sp"),
