@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.activation import gelu
+from megalite.kernels.activation import gelu, swiglu_packed
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.grouped import (
     GroupedBackend,
@@ -76,15 +76,31 @@ class Experts(ShardedModule):
 
     def activation(self, x: Tensor) -> Tensor:
         """[n, sum of parts] -> [n, f], differentiable; a form that overrides it needs nothing else."""
-        raise NotImplementedError
+        return swiglu_packed(x)
+
+    @property
+    def _is_swiglu(self) -> bool:
+        """Whether the activation is the one that has kernels of its own."""
+        return type(self).activation is Experts.activation
 
     def weighted(self, x: Tensor, probs: Tensor) -> Tensor:
         """activation(x) times its prob [n], in x's dtype."""
-        return weighted_swiglu(x, probs)
+        if self._is_swiglu:
+            return weighted_swiglu(x, probs)
+        y = self.activation(x)
+        return (y * probs[:, None]).to(y.dtype)
 
     def weighted_backward(self, dy: Tensor, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(`weighted` again, gradient of x, gradient of probs)."""
-        return weighted_swiglu_backward(dy, x, probs)
+        if self._is_swiglu:
+            return weighted_swiglu_backward(dy, x, probs)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.activation(x)
+        (dx,) = torch.autograd.grad(y, x, (dy * probs[:, None]).to(y.dtype))
+        y = y.detach()
+        dprobs = (dy * y).sum(-1, dtype=probs.dtype)
+        return (y * probs[:, None]).to(y.dtype), dx, dprobs
 
     def forward(self, tokens: Tensor, probs: Tensor, counts: Sequence[int]) -> Tensor:
         """tokens [n, h] sorted by local expert, probs [n] -> [n, h], each row times its prob."""
@@ -97,24 +113,7 @@ class Experts(ShardedModule):
         return f"fc1={tuple(self.fc1.shape)}, fc2={tuple(self.fc2.shape)}"
 
 
-class _PlainExperts(Experts):
-    """Experts that say only what their activation is."""
-
-    def weighted(self, x: Tensor, probs: Tensor) -> Tensor:
-        y = self.activation(x)
-        return (y * probs[:, None]).to(y.dtype)
-
-    def weighted_backward(self, dy: Tensor, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = self.activation(x)
-        (dx,) = torch.autograd.grad(y, x, (dy * probs[:, None]).to(y.dtype))
-        y = y.detach()
-        dprobs = (dy * y).sum(-1, dtype=probs.dtype)
-        return (y * probs[:, None]).to(y.dtype), dx, dprobs
-
-
-class GeluExperts(_PlainExperts):
+class GeluExperts(Experts):
     """fc2_e(gelu(fc1_e x + b)) + b, the feed-forward of GPT-2 in every expert."""
 
     parts = ("up",)
@@ -125,7 +124,7 @@ class GeluExperts(_PlainExperts):
         return gelu(x)
 
 
-class ClampedSwigluExperts(_PlainExperts):
+class ClampedSwigluExperts(Experts):
     """down((up + 1) * gate * sigmoid(alpha gate)) with biases, gate and up clamped: the experts of gpt-oss."""
 
     bias = True

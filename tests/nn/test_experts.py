@@ -80,6 +80,29 @@ def _inputs(counts: list[int], dtype: torch.dtype = torch.float64) -> tuple[Tens
     return torch.randn(n, 6, dtype=dtype, requires_grad=True), torch.rand(n, dtype=dtype).requires_grad_()
 
 
+class _Relu(Experts):
+    """A form as a user writes it: the activation alone."""
+
+    def activation(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return gate.relu() * up
+
+
+def test_a_form_is_its_activation() -> None:
+    """What a subclass says is used, forward and backward, and not the kernel of the form that it derives from."""
+    experts, counts = _Relu(CONFIG, SINGLE).double(), [2, 0, 3, 1]
+    x, probs = _inputs(counts)
+    x_again, probs_again = (value.detach().clone().requires_grad_() for value in (x, probs))
+    y = experts(x, probs, counts)
+    rows = zip(x_again.split(counts), probs_again.split(counts), experts.fc1, experts.fc2, strict=True)
+    expected = torch.cat([(experts.activation(t @ w1.t()) * p[:, None]) @ w2.t() for t, p, w1, w2 in rows])
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, probs), dy)
+    wanted = torch.autograd.grad(expected, (x_again, probs_again), dy)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_main_grads_are_added_to_and_wait_for_the_queue() -> None:
     counts, experts = [3, 0, 2, 1], Experts(CONFIG, SINGLE).double()
     tokens, probs = _inputs(counts)
