@@ -86,14 +86,13 @@ def config_of(model: str, rows: str, tokens: str, cache: Path) -> Config:
 
 @pytest.mark.parametrize(("model", "rows", "layout"), ROWS, ids=["-".join(row) for row in (*COVER, *FULL)])
 def test_layout_is_a_deployment_detail(
-    model: str, rows: str, layout: str, tokens: str, tmp_path: Path, world: World
+    model: str, rows: str, layout: str, tokens: str, references: Path, world: World
 ) -> None:
     (difference,) = prove_layouts(
-        config_of(model, rows, tokens, tmp_path),
+        config_of(model, rows, tokens, references),
         [parse_layout(layout)],
         world,
-        tmp_path,
-        num_steps=2,
+        references,
         timeout=120.0,
         wrap_data=documents if "packed" in rows else RaggedMasks,
     )

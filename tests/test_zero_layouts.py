@@ -54,7 +54,7 @@ ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
 
 @pytest.mark.parametrize(("model", "layout"), ROWS, ids=[f"{m}-{lay}" for m, lay in (*COVER, *FULL)])
-def test_zero_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    difference = prove(model, layout, tokens, tmp_path, world)
+def test_zero_is_a_deployment_detail(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    difference = prove(model, layout, tokens, references, world)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
