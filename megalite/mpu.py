@@ -128,8 +128,14 @@ class LastCall:
 class Pending:
     """A collective under way; `wait` returns its result."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None, call: LastCall | None = None):
-        self._result, self._work, self._call = result, work, call
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None,
+        call: LastCall | None = None,
+        finish: Callable[[], object] | None = None,
+    ):
+        self._result, self._work, self._call, self._finish = result, work, call, finish
         if call is not None:
             self._named = (call.axis, call.operation, call.site)
 
@@ -145,6 +151,9 @@ class Pending:
                 self._call.enter(*self._named)  # calls entered since then are not the one that may hang
             self._work.wait()
             self._work = None
+            if self._finish is not None:
+                self._finish()
+                self._finish = None  # with what it holds
             if self._call is not None:
                 self._call.finished = True
         return self._result
@@ -289,9 +298,27 @@ class Axis:
             return Pending(stashed, None)
         self._enter("reduce_scatter", (self.size - 1) * tensor.nbytes // self.size)
         out = out if out is not None else tensor.new_empty((moved.shape[0] // self.size, *moved.shape[1:]))
-        work = _reduce_scatter(out, moved.contiguous(), group=self.group, async_op=True)
-        pending = Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
+        work, finish = self._start_scatter(moved.contiguous(), out)
+        pending = Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call, finish)
         return self._kept("reduce_scatter", pending)
+
+    def _start_scatter(self, rows: Tensor, out: Tensor) -> tuple[dist.Work | None, Callable[[], object] | None]:
+        """A summing reduce-scatter of `rows` into `out`, and what is left to do once it is through.
+
+        gloo's own all-reduces a copy of all rows, twice the bytes. On the CPU, parts are exchanged and added here.
+        """
+        if rows.device.type != "cpu":
+            return _reduce_scatter(out, rows, group=self.group, async_op=True), None
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
+        parts = received.chunk(self.size)
+
+        def add() -> None:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+
+        return work, add
 
     def all_to_all(
         self, tensor: Tensor, send_rows: Sequence[int] | None = None, receive_rows: Sequence[int] | None = None
