@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -25,13 +24,11 @@ from rich.text import Text
 from torch import Tensor
 
 from megalite.batch import MicroBatch
-from megalite.mpu import ParallelConfig, RankGrid
+from megalite.grid import CONTEXT_MODES, ParallelConfig, RankGrid
 from megalite.parallel.context import pad_rows, row_multiple, row_places
-from megalite.parallel.context_attention import head_exchange_problems
 from megalite.parallel.context_picture import COLOURS, ContextPicture, Heads, bytes_text, context_picture, svg
 from megalite.parallel.context_plan import Sight
-
-MODES: tuple[str, ...] = get_args(get_type_hints(ParallelConfig)["cp_mode"])
+from megalite.parallel.head_exchange import head_exchange_problems
 
 
 def main() -> None:
@@ -56,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--cp", type=int, default=4, help="context-parallel ranks (default 4)")
-    parser.add_argument("--cp-mode", default=",".join(MODES), help=f"a list of {', '.join(MODES)}; default: all")
+    parser.add_argument(
+        "--cp-mode", default=",".join(CONTEXT_MODES), help=f"a list of {', '.join(CONTEXT_MODES)}; default: all"
+    )
     parser.add_argument("--cp-ulysses", type=int, default=2, help="ranks of a block of ulysses_ring (default 2)")
     parser.add_argument("--seq-len", type=int, help="tokens of the row (default: the documents, or 8192)")
     parser.add_argument("--documents", type=_lengths, help="lengths of packed documents; what is left is one more")
@@ -89,11 +88,9 @@ def _pictures(arguments: argparse.Namespace) -> Iterator[ContextPicture]:
         raise ValueError(f"--num-heads={heads.num_heads} is not divisible by --num-kv-heads={heads.kv_heads}")
     sight = _sight(arguments)
     for mode in arguments.cp_mode.split(","):
-        if mode not in MODES:
-            raise ValueError(f"--cp-mode={mode} is not a mode; there are {', '.join(MODES)}")
-        parallel = ParallelConfig(cp=arguments.cp, cp_mode=mode, cp_ulysses=arguments.cp_ulysses)  # pyright: ignore[reportArgumentType]
+        parallel = ParallelConfig(cp=arguments.cp, cp_mode=mode, cp_ulysses=arguments.cp_ulysses)
         problems = RankGrid.problems(arguments.cp, parallel)
-        problems = problems or head_exchange_problems(heads.num_heads, parallel.head_exchange_size)
+        problems = problems or head_exchange_problems(heads.num_heads, parallel.head_exchange_size(mode))
         if problems:
             raise ValueError("\n".join(problems))
         yield context_picture(sight, parallel, heads, cells=arguments.cells)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.grid import ParallelConfig
 from megalite.parallel.context_balance import imbalance
 from megalite.parallel.context_plan import Block, GatherPlan, Needs, RingPlan, Sight, gather_plan, ring_plan
+from megalite.parallel.head_exchange import kv_repeats
 
 COLOURS = ("#4878cf", "#e07b39", "#59a14f", "#b65fbf", "#d8b13a", "#3fb0b0", "#c44e52", "#8c6d4f")
 
@@ -56,12 +57,15 @@ class ContextPicture:
         return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}, some heads each"
 
 
-def context_picture(sight: Sight, parallel: ParallelConfig, heads: Heads, *, cells: int = 32) -> ContextPicture:
-    """The picture of one row ([cp, n, 1] in `sight`) under a context-parallel mode."""
-    size, cp = parallel.head_exchange_size, sight.num_ranks
+def context_picture(
+    sight: Sight, parallel: ParallelConfig, heads: Heads, *, layer: int = 0, cells: int = 32
+) -> ContextPicture:
+    """The picture of one row ([cp, n, 1] in `sight`) in a layer."""
+    mode, cp = parallel.cp_mode_of(layer), sight.num_ranks
+    size = parallel.head_exchange_size(mode)
     joined, _ = sight.joined(size)
     needs = Needs(joined)
-    make = gather_plan if parallel.cp_mode == "all_gather" else ring_plan
+    make = gather_plan if mode == "all_gather" else ring_plan
     plans = [make(joined, rank, needs) for rank in range(joined.num_ranks)]
     s = sight.places.numel()
     cells = min(cells, s)
@@ -75,7 +79,7 @@ def context_picture(sight: Sight, parallel: ParallelConfig, heads: Heads, *, cel
     area = (borders[1:] - borders[:-1])[:, None] * (borders[1:] - borders[:-1])
     forward, backward = _bytes(plans, size, s // cp, heads)
     return ContextPicture(
-        title=_title(parallel, cp),
+        title=_title(parallel, mode),
         ranks_together=size,
         rank=torch.where(computed, counts.sum(1).argmax(0), -1),
         step=torch.where(computed, counts.sum(0).argmax(0), -1),
@@ -86,9 +90,9 @@ def context_picture(sight: Sight, parallel: ParallelConfig, heads: Heads, *, cel
     )
 
 
-def _title(parallel: ParallelConfig, cp: int) -> str:
-    inner = f" in blocks of {parallel.cp_ulysses}" if parallel.cp_mode == "ulysses_ring" else ""
-    return f"{parallel.cp_mode}{inner}, cp={cp}"
+def _title(parallel: ParallelConfig, mode: str) -> str:
+    inner = f" in blocks of {parallel.cp_ulysses}" if mode == "ulysses_ring" else ""
+    return f"{mode}{inner}, cp={parallel.cp}"
 
 
 def _blocks(plan: RingPlan | GatherPlan) -> Iterable[tuple[int, Block]]:
@@ -115,9 +119,7 @@ def _cells(sight: Sight, rank: int, block: Block, cells: int) -> Tensor:
 
 def _bytes(plans: Sequence[RingPlan | GatherPlan], size: int, tokens: int, heads: Heads) -> tuple[Tensor, Tensor]:
     """(forward, backward) bytes that each rank sends, int64 [cp]."""
-    kv_heads = heads.kv_heads
-    while size > 1 and (kv_heads % size or heads.num_heads % kv_heads):
-        kv_heads += heads.kv_heads
+    kv_heads = heads.kv_heads * kv_repeats(heads.num_heads, heads.kv_heads, size)
     token = 2 * kv_heads // size * heads.head_size
     wide = max(4, heads.bytes_per_element)
     all_heads = 2 * (heads.num_heads + kv_heads) * heads.head_size * heads.bytes_per_element
