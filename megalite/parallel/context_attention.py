@@ -222,7 +222,8 @@ class ContextAttention:
         together = torch.cat(parts, -1).flatten(2)
         whole = to_heads(together, self.inner, order)
         split = whole.split([part.shape[-1] for part in parts], -1)
-        return tuple(x.unflatten(-1, (-1, like.shape[-1])) for x, like in zip(split, (q, k, v), strict=True))
+        q, k, v = (x.unflatten(-1, (-1, like.shape[-1])) for x, like in zip(split, (q, k, v), strict=True))
+        return q, k, v
 
     def _prepare(self, sight: Sight, device: torch.device) -> _Rows:
         joined, orders = sight.joined(self.inner.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class ContextPicture:
     def name_of(self, block: int) -> str:
         """The ranks whose colour a block has."""
         first, size = block * self.ranks_together, self.ranks_together
-        return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}, some heads each"
+        return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}: 1/{size} of heads each"
 
 
 def context_picture(
@@ -130,56 +129,12 @@ def _bytes(plans: Sequence[RingPlan | GatherPlan], size: int, tokens: int, heads
     return next(found), next(found)
 
 
-_CELL, _LEFT, _TOP = 13, 16, 44
-
-
-def svg(pictures: Sequence[ContextPicture]) -> str:
-    """The pictures side by side as one SVG file: colours are ranks, numbers the steps of their plans."""
-    side = max(len(picture.rank) for picture in pictures) * _CELL
-    legend = max(len(set(picture.rank.flatten().tolist())) for picture in pictures)
-    width, height = _LEFT + len(pictures) * (side + 2 * _LEFT), _TOP + side + 64 + 16 * legend
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        "<style>text{font:11px sans-serif;fill:#222}.t{font-weight:bold;font-size:13px}"
-        ".n{font-size:8px;text-anchor:middle;fill:#fff}</style>",
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-    ]
-    for number, picture in enumerate(pictures):
-        lines.append(f'<g transform="translate({_LEFT + number * (side + 2 * _LEFT)} 0)">')
-        lines += _panel(picture)
-        lines.append("</g>")
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _panel(picture: ContextPicture) -> Iterable[str]:
-    cells = len(picture.rank)
-    yield f'<text x="0" y="18" class="t">{escape(picture.title)}</text>'
-    yield '<text x="0" y="36">queries down, keys to the right</text>'
-    yield f'<rect x="0" y="{_TOP}" width="{cells * _CELL}" height="{cells * _CELL}" fill="#f3f3f3"/>'
-    for i in range(cells):
-        for j in range(cells):
-            rank, step, share = int(picture.rank[i, j]), int(picture.step[i, j]), float(picture.share[i, j])
-            if rank < 0:
-                continue
-            x, y = j * _CELL, _TOP + i * _CELL
-            fill = COLOURS[rank % len(COLOURS)]
-            place = f'x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}"'
-            yield f'<rect {place} fill="{fill}" fill-opacity="{0.35 + 0.65 * min(share, 1.0):.2f}"/>'
-            yield f'<text x="{x + _CELL / 2 - 0.5}" y="{y + _CELL - 4}" class="n">{step}</text>'
-    y = _TOP + cells * _CELL + 18
-    yield f'<text x="0" y="{y}">imbalance of the work {picture.imbalance:.1%}</text>'
-    for number, line in enumerate(legend(picture)):
-        yield f'<rect x="0" y="{y + 8 + 16 * number}" width="10" height="10" fill="{line[0]}"/>'
-        yield f'<text x="16" y="{y + 17 + 16 * number}">{escape(line[1])}</text>'
-
-
-def legend(picture: ContextPicture) -> list[tuple[str, str]]:
-    """(colour, what it stands for) of each block of ranks."""
+def legend(picture: ContextPicture) -> list[tuple[str, str, str]]:
+    """(colour, who it stands for, what each of these sends forward and backward) of each block of ranks."""
     found, size = [], picture.ranks_together
     for block in range(len(picture.work) // size):
         sends = [bytes_text(part[block * size]) for part in (picture.forward_bytes, picture.backward_bytes)]
-        text = f"{picture.name_of(block)}: sends {sends[0]} + {sends[1]}"
-        found.append((COLOURS[block % len(COLOURS)], text))
+        found.append((COLOURS[block % len(COLOURS)], picture.name_of(block), " + ".join(sends)))
     return found
 
 
