@@ -212,8 +212,9 @@ class ModelConfig(MoEConfig):
 
     @property
     def common_window(self) -> int:
-        """The sliding window that all layers have; 0 where one has none."""
-        return min((self.window_of(layer) for layer in range(self.num_layers)), default=0)
+        """The sliding window that all attention layers have; 0 where one has none."""
+        layers = (layer for layer in range(self.num_layers) if self.is_attention_layer(layer))
+        return min((self.window_of(layer) for layer in layers), default=0)
 
     def is_attention_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""
