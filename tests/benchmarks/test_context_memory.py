@@ -30,6 +30,6 @@ def test_memory_falls_with_the_ranks(
     kept, peak = on_one_rank(seq_len)
     kept_here, peak_here = measure(world, layout, seq_len)
     # Ulysses keeps a copy of KV heads that are fewer than the ranks
-    assert kept_here < 1.06 * kept / cp
+    assert kept_here < 1.12 * kept / cp
     # the largest block of scores with its temporaries does not depend on the length of rows
     assert peak_here < peak / cp + (8 << 20)
