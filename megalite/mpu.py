@@ -479,9 +479,9 @@ class ParallelState:
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed (experts': edp); tp_cp and
     tp_dp_cp cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the dense model
     (with cp = 1), etp_ep one of a stage's experts; embd joins the first and the last stage; replica joins the two ranks
-    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout. Attention
-    exchanges sequence for heads over cp_inner, consecutive ranks of cp, and passes keys on over cp_outer, one rank of
-    each such block; where one of them is all of cp, it is the very axis cp.
+    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout. Under
+    ulysses_ring, attention exchanges sequence for heads over cp_inner, consecutive ranks of cp, and passes keys on over
+    cp_outer, one rank of each such block; where one of them is all of cp, it is the very axis cp.
     """
 
     config: ParallelConfig
@@ -542,8 +542,16 @@ class ParallelState:
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
         axes["replica"] = axis("replica", grid.mirror_members(me) if config.may_hold_copies else (me,))
-        axes["cp_inner"], axes["cp_outer"] = _two_levels(axes["cp"], config.head_exchange_size)
+        axes["cp_inner"], axes["cp_outer"] = _two_levels(
+            axes["cp"], config.head_exchange_size("ulysses_ring") if "ulysses_ring" in config.cp_modes else 1
+        )
         return ParallelState(config, grid, me, **axes, last_call=last_call)
+
+    def context_levels(self, mode: str) -> tuple[Axis, Axis]:
+        """(ranks that exchange sequence for heads, ranks among which keys travel) under a context-parallel mode."""
+        if mode == "ulysses_ring":
+            return self.cp_inner, self.cp_outer
+        return _two_levels(self.cp, self.config.head_exchange_size(mode))
 
     def blocks(self, axis: Axis, size: int) -> Axis:
         """The sub-axis of `size` consecutive ranks of `axis` that this rank is in (KV heads shared by tp ranks).

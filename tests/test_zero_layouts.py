@@ -49,6 +49,7 @@ FULL = [
     ("moe", "ep2+dp4+zero3+recompute:full"),
     ("llama", "dp2+zero3+recompute:every:2"),
     ("lfm2", "cp2+tp2+sp+zero3"),
+    *[("llama", f"cp2:ulysses+zero{level}") for level in (1, 2, 3)],
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
