@@ -170,6 +170,7 @@ def layout_of(mpu: ParallelState) -> dict[str, Any]:
         **{name: mpu.grid.sizes[name] for name in ("tp", "pp", "cp", "dp", "ep", "etp")},
         "vpp": mpu.config.vpp,
         "zero": mpu.config.zero,
+        "zero_shard_size": mpu.config.zero_shard_size,
         "layers_per_stage": list(split) if split is not None else None,
     }
 

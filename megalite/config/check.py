@@ -90,6 +90,11 @@ def _zero_problems(parallel: ParallelConfig) -> list[str]:
             f"parallel.zero_persistent={parallel.zero_persistent}: parameters are divided under zero=3 only,"
             f" not under zero={parallel.zero}; use 0"
         )
+    if parallel.zero_shard_size is not None and parallel.zero == 0:
+        found.append(
+            f"parallel.zero_shard_size={parallel.zero_shard_size}: nothing is divided under zero=0; set zero, or leave"
+            " it out"
+        )
     return found
 
 
