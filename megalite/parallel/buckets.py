@@ -229,7 +229,7 @@ class Bucket:
         """Begins to sum the gradients over the axis, or over all copies of what is not divided; a narrower dtype
         travels as a copy."""
         if self.zero == 0:
-            self._start_sum(wire_dtype)
+            self.start_replica_sum(wire_dtype)
             return
         if self.zero >= 2:
             self.open_grad()
@@ -238,15 +238,11 @@ class Bucket:
         pending = self.axis.start_reduce_scatter(wire, out=self.grad_shard if in_place else None)
         self._reducing = (pending, wire)
 
-    def _start_sum(self, wire_dtype: torch.dtype | None) -> None:
+    def start_replica_sum(self, wire_dtype: torch.dtype | None) -> None:
+        """At the end of a step, when the reductions are finished: begins to sum what is kept over the replicas."""
         if self.replicas.size > 1:
             wire = self.grad_shard.to(wire_dtype) if wire_dtype is not None else self.grad_shard
             self._reducing = (self.replicas.start_all_reduce(wire), wire)
-
-    def start_replica_sum(self, wire_dtype: torch.dtype | None) -> None:
-        """At the end of a step, when the reductions are finished: begins to sum the slices over the replicas."""
-        if self.zero:
-            self._start_sum(wire_dtype)
 
     def finish_replica_sum(self) -> None:
         """Waits for that sum."""

@@ -201,8 +201,8 @@ class DataParallel:
         self._phase = _Phase.REDUCED
 
     def _sum_replicas(self) -> None:
-        """Slices that other blocks of ranks have too."""
-        buckets = [bucket for state in self._states for bucket in state.buckets]
+        """What other blocks of ranks have too: slices, and what is whole where others are reduced after each pass."""
+        buckets = [b for state in self._states for b in state.buckets if b.zero or self.reduces_each_pass]
         for bucket in buckets:
             bucket.start_replica_sum(self.reduce_dtype)
         for bucket in buckets:
@@ -274,7 +274,8 @@ class DataParallel:
         self._next += 1
         state.started = True
         for bucket in state.buckets:
-            bucket.start_reduction(self.reduce_dtype)
+            if bucket.zero or not self.reduces_each_pass:
+                bucket.start_reduction(self.reduce_dtype)
         if self.reduces_each_pass:
             self._flying.append(state)
             while len(self._flying) > _IN_FLIGHT:

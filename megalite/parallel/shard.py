@@ -276,7 +276,8 @@ def materialize_buffers(module: nn.Module, device: torch.device, dtype: torch.dt
 def give_memory(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
     """Lays meta parameters one after another into flat `memory`; each stays the same object for all who refer to it."""
     for parameter, part in zip(parameters, memory.split([p.numel() for p in parameters]), strict=True):
-        real = nn.Parameter(part.view(parameter.shape), parameter.requires_grad)
+        # .data: a change of the memory is not a change of the parameter in the eyes of autograd
+        real = nn.Parameter(part.view(parameter.shape).data, parameter.requires_grad)
         for name, mark in vars(parameter).items():
             setattr(real, name, mark)  # attributes are swapped as well
         swap_tensors(parameter, real)
