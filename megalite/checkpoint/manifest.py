@@ -89,6 +89,11 @@ class Manifest:
     files: dict[str, FileMark]
     tensors: dict[str, Entry]
 
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of tensors in it."""
+        return {key.partition("/")[0] for key in self.tensors}
+
     def to_json(self) -> str:
         """The text of manifest.json."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)

@@ -42,6 +42,7 @@ def check(config: Config, world_size: int) -> None:
             *data_problems(config.data),
             *config.optim.problems(),
             *_precision_problems(config),
+            *_recompute_problems(config),
             *config.checkpoint.problems(),
         ]
     if problems:
@@ -75,6 +76,16 @@ def _precision_problems(config: Config) -> list[str]:
         return [
             f"optim.master_weights=none is for train.precision=bf16, not {config.train.precision}: fp16 cannot hold"
             " small updates, and wider weights have no masters"
+        ]
+    return []
+
+
+def _recompute_problems(config: Config) -> list[str]:
+    """Whether the inputs of recomputed layers are there to be cut."""
+    if config.train.recompute_cut_input and config.parallel.sequence_parallel:
+        return [
+            "train.recompute_cut_input=true: parallel.sequence_parallel has cut the inputs of layers already; leave"
+            " one out"
         ]
     return []
 

@@ -28,6 +28,10 @@ segment alignment, so that every element goes through the same vector code where
 _CUDA_CHUNK = 1 << 25
 
 
+MASTER = "master"
+"""What a checkpoint calls master weights."""
+
+
 class NonFiniteGradient(RuntimeError):
     """The gradient holds a nan or an infinity and `optim.nonfinite` is stop; raised by all ranks alike."""
 
@@ -226,7 +230,7 @@ class Optimizer:
         """
         tensors: dict[str, list[tuple[Shard, Tensor]]] = {}
         for state in self._states:
-            kinds = ({"master": state.master} if state.has_master else {}) | state.moments
+            kinds = ({MASTER: state.master} if state.has_master else {}) | state.moments
             for kind, flat in kinds.items():
                 views = [(span.shard, span.of(flat)) for span in state.segment.spans]
                 tensors.setdefault(kind, []).extend(views)

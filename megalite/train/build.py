@@ -123,6 +123,7 @@ def _describe(config: Sections, mpu: ParallelState, spec: StageSpec) -> Transfor
             recompute=config.train.recompute,
             sequence_chunk=config.train.sequence_chunk,
             recompute_stash=config.train.recompute_stash,
+            recompute_cut_input=config.train.recompute_cut_input,
             seed=config.train.seed,
         )
 
