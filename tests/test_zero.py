@@ -95,7 +95,7 @@ def _kept_bytes(mpu: ParallelState, config: Config) -> tuple[int, int, int, int]
     }
     states = training.optimizer._states
     elements = sum(state.master.numel() for state in states)
-    kept = sum(memory.values()) + sum(t.nbytes for s in states for t in (s.master, *s.moments.values()))
+    kept = sum(memory.values()) + sum(t.nbytes for s in states for t in (s.master, *s.moments))
     return kept, sum(bucket.param.numel() for bucket in _buckets(training)), elements, len(_buckets(training))
 
 
@@ -190,6 +190,34 @@ def _resume(mpu: ParallelState, config: Config, folder: str) -> bool:
 def test_a_resumed_run_has_the_same_bits(zero: int, tokens: str, tmp_path: Path, world: World) -> None:
     config = config_for("tied-llama", tokens, tmp_path, precision="bf16")
     assert all(world.run(_resume, config, str(tmp_path / "run"), layout=ParallelConfig(zero=zero), ranks=2))
+
+
+def _pass_on(mpu: ParallelState, config: Config, before: str | None, after: str) -> Any:
+    """Loads a state, or makes one in a step, and saves it; what there is of it here, and global shapes."""
+    training = _training(config, mpu)
+    if before is None:
+        train_step(training, 0)
+    else:
+        store.load(before, _tensors(training), mpu)
+    store.save(after, 1, _tensors(training), {}, mpu)
+    tensors = [(kind, *item) for kind, of_kind in _tensors(training).items() for item in of_kind]
+    pieces = {(f"{k}/{s.name}", offset): view.clone() for k, s, local in tensors for offset, _, view in s.pieces(local)}
+    return pieces, {f"{kind}/{shard.name}": shard.shape for kind, shard, _ in tensors}
+
+
+def test_a_checkpoint_goes_from_any_stage_to_any_other(tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("moe", tokens, tmp_path, precision="bf16")
+    chain = [(0, None, 2), (3, 2, 4), (1, None, 2), (2, None, 4), (0, None, 4), (1, 2, 4), (3, None, 2), (2, 1, 2)]
+    before, expected = None, None
+    for number, (zero, block, ranks) in enumerate(chain):
+        layout, after = ParallelConfig(zero=zero, zero_shard_size=block), str(tmp_path / str(number))
+        results = world.run(_pass_on, config, before, after, layout=layout, ranks=ranks)
+        found = _whole([pieces for pieces, _ in results], {name: s for _, of in results for name, s in of.items()})
+        expected = expected if expected is not None else found
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), f"{layout}: {name}"
+        before = after
 
 
 def _memory_in_a_step(mpu: ParallelState, config: Config) -> Any:
