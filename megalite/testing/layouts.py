@@ -77,7 +77,6 @@ def prove_layouts(
     """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
 
     If the config names another rule, that one, too. Everything is float64 with ragged loss masks; gradients are
-    If the config names another rule, that one, too. Everything is float64 with ragged loss masks; gradients are
     compared before clipping. `folder` keeps the references, one for a config: a second proof of the same one finds it
     there. The config's own model runs; only the layout and the micro-batch size change. Each rank calls `setup` (a
     function at the top of a module) first, for example to add an architecture to `MODELS`. `wrap_data`, another one,
