@@ -57,6 +57,9 @@ class ParallelConfig:
     too, 3 parameters too."""
     zero_persistent: int = 0
     """ZeRO-3: parameters of at most so many elements on a rank (norms, biases) stay whole."""
+    zero_shard_size: int | None = None
+    """ZeRO inside blocks of so many consecutive data- and context-parallel ranks (those of a node), with a replica of
+    every slice in each block; all of them by default. Experts have as many replicas where their ranks allow it."""
     cp_mode: str = "ring"
     """How attention crosses the sequence cut: keys and values travel round a ring or are gathered (all_gather), each
     rank takes all tokens of some heads (ulysses), or that within blocks of cp_ulysses ranks and a ring across them
@@ -182,6 +185,12 @@ class RankGrid:
             found.append(
                 f"ep * etp = {config.ep} * {config.etp} does not divide the {stage_ranks} ranks of a pipeline stage"
                 f" (tp * cp * dp); their product can be {_divisors(stage_ranks)}"
+            )
+        copies, size = stage_ranks // config.tp, config.zero_shard_size
+        if size is not None and (size < 1 or copies % size):
+            found.append(
+                f"parallel.zero_shard_size={size} does not divide the {copies} ranks (dp * cp) that hold the same"
+                f" parameters; it can be {_divisors(copies)}"
             )
         return found
 

@@ -3,8 +3,9 @@
 Parts come in any order; a missing one is 1 or off. The data-parallel size is always that of the dense model:
 ranks = tp * cp * pp * dp, and an unnamed dp is the least that the expert axes fit into. `ep4:all_gather` and
 `ep4:hierarchical2` (2 ranks to a node) say how tokens reach their experts, `etp2:whole` that every tensor-parallel rank
-sends all of them, `cp8:ulysses_ring4` that blocks of 4 context-parallel ranks exchange sequence for heads, and
-`cp2:ring,every:4=all_gather` that every fourth layer gathers keys.
+sends all of them, `cp8:ulysses_ring4` that blocks of 4 context-parallel ranks exchange sequence for heads,
+`cp2:ring,every:4=all_gather` that every fourth layer gathers keys, `zero3:shard2` that ZeRO divides inside blocks of
+2 ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from megalite.grid import CONTEXT_MODES, ParallelConfig, context_mode_problem
 
 _SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?:g(\d+))?(?::([a-z0-9_,:=]+|csv:[^+]+))?")
 _PARTS = ("tp", "pp", "cp", "ep", "etp", "dp", "mbs", "zero", "sp", "recompute:", "offload:")
-_TAGS = {"pp": "schedule", "cp": "cp_mode", "ep": "expert_dispatch", "etp": "cut_expert_tokens"}
+_TAGS = {
+    "pp": "schedule", "cp": "cp_mode", "ep": "expert_dispatch", "etp": "cut_expert_tokens", "zero": "zero_shard_size",
+}  # fmt: skip
 _NODES = re.compile(r"hierarchical([1-9]\d*)")
 _BLOCKS = re.compile(r"(ulysses_ring)([1-9]\d*)")
+_SHARDS = re.compile(r"shard([1-9]\d*)")
 _WHOLE = "whole"
 
 
@@ -119,6 +123,10 @@ def _tagged(axis: str, tag: str, part: str, text: str) -> dict[str, Any]:
         return {_TAGS[axis]: False}
     if axis == "cp":
         return _context_mode(tag, part, text)
+    if axis == "zero":
+        if (block := _SHARDS.fullmatch(tag)) is None:
+            raise ValueError(f"layout {text!r}: {part!r}: zero takes :shard with the ranks of a block, such as :shard2")
+        return {_TAGS[axis]: int(block[1])}
     if axis != "ep":
         return {_TAGS[axis]: tag}
     if nodes := _NODES.fullmatch(tag):
@@ -167,6 +175,7 @@ def format_layout(layout: Layout) -> str:
     dispatch = parallel.expert_dispatch if parallel.expert_dispatch != default.expert_dispatch else ""
     if dispatch and parallel.expert_node_size is not None:
         dispatch += str(parallel.expert_node_size)
+    shard = f":shard{parallel.zero_shard_size}" if parallel.zero_shard_size is not None else ""
     parts = [
         sized("tp", parallel.tp),
         "sp" if parallel.sequence_parallel else "",
@@ -175,7 +184,7 @@ def format_layout(layout: Layout) -> str:
         sized("ep", parallel.ep, f":{dispatch}" if dispatch else ""),
         sized("etp", parallel.etp, "" if parallel.cut_expert_tokens else f":{_WHOLE}"),
         f"dp{layout.dp}" if layout.dp != _least_dp(parallel) else "",
-        f"zero{parallel.zero}" if parallel.zero else "",
+        f"zero{parallel.zero}{shard}" if parallel.zero or shard else "",
         f"recompute:{layout.recompute}" if layout.recompute != "none" else "",
         f"offload:{layout.offload}" if layout.offload != "none" else "",
         f"mbs{layout.micro_batch_size}" if layout.micro_batch_size is not None else "",

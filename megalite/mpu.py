@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -472,6 +473,18 @@ _AXES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+_LEVELS = {
+    "cp": ("cp_inner", "cp_outer"),
+    "dp_cp": ("shard", "shard_replica"),
+    "edp": ("expert_shard", "expert_shard_replica"),
+}
+"""Axes in two levels: blocks of consecutive ranks, and one rank of each block."""
+
+
+def _level_names() -> tuple[str, ...]:
+    return tuple(itertools.chain.from_iterable(_LEVELS.values()))
+
+
 @dataclass(frozen=True)
 class ParallelState:
     """This rank's place on every axis; built once and passed down.
@@ -481,7 +494,9 @@ class ParallelState:
     (with cp = 1), etp_ep one of a stage's experts; embd joins the first and the last stage; replica joins the two ranks
     of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout. Under
     ulysses_ring, attention exchanges sequence for heads over cp_inner, consecutive ranks of cp, and passes keys on over
-    cp_outer, one rank of each such block; where one of them is all of cp, it is the very axis cp.
+    cp_outer, one rank of each such block; where one of them is all of cp, it is the very axis cp. ZeRO divides dense
+    parameters over shard, consecutive ranks of dp_cp, whose slices have their replicas over shard_replica, and those of
+    experts over expert_shard and expert_shard_replica, of edp.
     """
 
     config: ParallelConfig
@@ -504,6 +519,10 @@ class ParallelState:
     replica: Axis
     cp_inner: Axis
     cp_outer: Axis
+    shard: Axis
+    shard_replica: Axis
+    expert_shard: Axis
+    expert_shard_replica: Axis
     last_call: LastCall = field(default_factory=LastCall, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
@@ -514,7 +533,7 @@ class ParallelState:
         """One rank, no process group: every layer works with it, without torch.distributed."""
         config = ParallelConfig()
         last_call = LastCall()
-        names = ("world", *_AXES, "embd", "replica", "cp_inner", "cp_outer")
+        names = ("world", *_AXES, "embd", "replica", *_level_names())
         axes = {name: Axis(name, last_call=last_call) for name in names}
         return ParallelState(config, config.grid(1), 0, **axes, last_call=last_call)
 
@@ -542,16 +561,18 @@ class ParallelState:
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
         axes["replica"] = axis("replica", grid.mirror_members(me) if config.may_hold_copies else (me,))
-        axes["cp_inner"], axes["cp_outer"] = _two_levels(
-            axes["cp"], config.head_exchange_size("ulysses_ring") if "ulysses_ring" in config.cp_modes else 1
-        )
+        dense, experts = _shard_sizes(config, axes["dp_cp"].size, axes["edp"].size)
+        exchange = config.head_exchange_size("ulysses_ring") if "ulysses_ring" in config.cp_modes else 1
+        for name, size in (("cp", exchange), ("dp_cp", dense), ("edp", experts)):
+            inner, outer = _LEVELS[name]
+            axes[inner], axes[outer] = _two_levels(axes[name], size, inner, outer)
         return ParallelState(config, grid, me, **axes, last_call=last_call)
 
     def context_levels(self, mode: str) -> tuple[Axis, Axis]:
         """(ranks that exchange sequence for heads, ranks among which keys travel) under a context-parallel mode."""
         if mode == "ulysses_ring":
             return self.cp_inner, self.cp_outer
-        return _two_levels(self.cp, self.config.head_exchange_size(mode))
+        return _two_levels(self.cp, self.config.head_exchange_size(mode), *_LEVELS["cp"])
 
     def blocks(self, axis: Axis, size: int) -> Axis:
         """The sub-axis of `size` consecutive ranks of `axis` that this rank is in (KV heads shared by tp ranks).
@@ -565,8 +586,8 @@ class ParallelState:
     def axes(self) -> dict[str, Axis]:
         """All axes by name, each once."""
         found = {name: getattr(self, name) for name in ("world", *_AXES, "embd", "replica")}
-        levels = {"cp_inner": self.cp_inner, "cp_outer": self.cp_outer}
-        return found | {name: axis for name, axis in levels.items() if axis is not self.cp}
+        levels = {name: getattr(self, name) for name in _level_names()}
+        return found | {name: axis for name, axis in levels.items() if axis not in (self.cp, self.dp_cp, self.edp)}
 
     def reset_stats(self) -> None:
         """Forgets what has been counted on every axis."""
@@ -577,7 +598,8 @@ class ParallelState:
         """Rows (axis, size, my ranks, inside a node) for the start-up table, of what is cut."""
         rows = []
         experts = ("ep", "etp", "edp") if self.config.ep * self.config.etp > 1 else ()
-        for name in ("world", "tp", "cp", "dp", "pp", *experts):
+        blocks = ("shard", "shard_replica") if self.config.zero_shard_size is not None else ()
+        for name in ("world", "tp", "cp", "dp", "pp", *experts, *blocks):
             axis: Axis = getattr(self, name)
             if axis.size > 1:
                 nodes = {r // ranks_per_node for r in axis.ranks} if ranks_per_node else {0}
@@ -585,13 +607,20 @@ class ParallelState:
         return rows
 
 
-def _two_levels(axis: Axis, size: int) -> tuple[Axis, Axis]:
-    """(blocks of `size` consecutive ranks of `axis`, the ranks at the same place of each block)."""
-    blocks, place = axis.rank // size, axis.rank % size
-    inner = axis.ranks[blocks * size : (blocks + 1) * size]
-    levels = (("inner", inner), ("outer", axis.ranks[place::size]))
-    found = [axis if part == axis.ranks else make_axis(f"{axis.name}_{n}", part, axis.last_call) for n, part in levels]
+def _two_levels(axis: Axis, size: int, inner: str, outer: str) -> tuple[Axis, Axis]:
+    """(blocks of `size` consecutive ranks of `axis`, the ranks at the same place of each block), by these names."""
+    block, place = axis.rank // size, axis.rank % size
+    levels = ((inner, axis.ranks[block * size : (block + 1) * size]), (outer, axis.ranks[place::size]))
+    found = [axis if part == axis.ranks else make_axis(name, part, axis.last_call) for name, part in levels]
     return found[0], found[1]
+
+
+def _shard_sizes(config: ParallelConfig, copies: int, expert_copies: int) -> tuple[int, int]:
+    """Over how many ranks ZeRO divides what is dense, and experts, with as many replicas of both if that is whole."""
+    if not config.zero:
+        return 1, 1
+    size = config.zero_shard_size or copies
+    return size, expert_copies // math.gcd(expert_copies, copies // size)
 
 
 def make_axis(name: str, ranks: Sequence[int], last_call: LastCall | None = None) -> Axis:

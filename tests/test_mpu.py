@@ -1,5 +1,6 @@
 """Rank grids (pure, up to 16,384 ranks), and axes and their collectives on living ranks."""
 
+import dataclasses
 import itertools
 import math
 import subprocess
@@ -384,3 +385,26 @@ def test_the_last_part_that_names_a_layer_says_how_it_crosses_the_cut() -> None:
     assert config.cp_modes == ("ring", "ulysses_ring", "all_gather", "ulysses")
     assert [config.head_exchange_size(mode) for mode in config.cp_modes] == [1, 2, 1, 4]
     assert {ParallelConfig(cp_mode="ulysses").cp_mode_of(layer) for layer in range(3)} == {"ulysses"}
+
+
+def _shards(mpu: ParallelState) -> list[tuple[int, ...]]:
+    return [axis.ranks for axis in (mpu.shard, mpu.shard_replica, mpu.expert_shard, mpu.expert_shard_replica)]
+
+
+def test_zero_divides_inside_blocks_of_consecutive_ranks(world: World) -> None:
+    layout = ParallelConfig(tp=2, ep=2, zero=1, zero_shard_size=2)  # dp 4, edp 4
+    assert world.run(_shards, layout=layout, ranks=8)[5] == [(5, 7), (1, 5), (5, 7), (1, 5)]
+    assert world.run(_shards, layout=dataclasses.replace(layout, ep=8), ranks=8)[5][2:] == [(5,), (5,)]
+    assert world.run(_shards, layout=dataclasses.replace(layout, zero_shard_size=None), ranks=8)[5][0] == (1, 3, 5, 7)
+    assert world.run(_shards, layout=ParallelConfig(), ranks=4)[1] == [(1,), (0, 1, 2, 3)] * 2
+
+
+def test_axes_are_listed_once(world: World) -> None:
+    layout = ParallelConfig(zero=1, zero_shard_size=2)
+    for names in world.run(_axis_names, layout=layout, ranks=4):
+        assert {"shard", "shard_replica", "expert_shard"} <= set(names)
+    assert "shard" not in world.run(_axis_names, layout=ParallelConfig(zero=1), ranks=2)[0]
+
+
+def _axis_names(mpu: ParallelState) -> list[str]:
+    return list(mpu.axes())

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.checkpoint import store
 from megalite.config import Config
 from megalite.config.check import check
-from megalite.mpu import ParallelConfig, ParallelState
+from megalite.mpu import Axis, ParallelConfig, ParallelState
 from megalite.parallel.buckets import Bucket
 from megalite.parallel.shard import Shard
 from megalite.testing.world import World
@@ -95,11 +95,11 @@ def _kept_bytes(mpu: ParallelState, config: Config) -> tuple[int, int, int, int]
     }
     states = training.optimizer._states
     elements = sum(state.master.numel() for state in states)
-    kept = sum(memory.values()) + sum(t.nbytes for s in states for t in (s.master, *s.moments.values()))
+    kept = sum(memory.values()) + sum(t.nbytes for s in states for t in (s.master, *s.moments))
     return kept, sum(bucket.param.numel() for bucket in _buckets(training)), elements, len(_buckets(training))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_of_model_state(ranks: int, tokens: str, tmp_path: Path, world: World) -> None:
     config = config_for("llama", tokens, tmp_path, precision="bf16")
     for zero, (whole, divided) in enumerate([(18, 0), (6, 12), (2, 16), (0, 18)]):
@@ -114,16 +114,53 @@ def test_bytes_of_model_state(ranks: int, tokens: str, tmp_path: Path, world: Wo
             assert padding < results[0][3] * 64 * ranks, "less than a slice's alignment on each rank"
 
 
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_bytes_of_model_state_with_replicas(block: int, tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("llama", tokens, tmp_path, precision="bf16", micro_batch_size=1)
+    for zero, (whole, divided) in ((1, (6, 12)), (2, (2, 16)), (3, (0, 18))):
+        layout = ParallelConfig(zero=zero, zero_shard_size=block)
+        for kept, size, elements, _ in world.run(_kept_bytes, config, layout=layout, ranks=4):
+            slices = size // block
+            expected = whole * size + divided * slices if block > 1 else 18 * size
+            assert kept == expected - 12 * (slices - elements)
+
+
+def _sent(axis: Axis) -> int:
+    """By the buckets."""
+    sites = axis.stats.by_site.items()
+    return sum(entry.bytes_sent for site, entry in sites if site.startswith("parallel.buckets"))
+
+
 def _sent_bytes(mpu: ParallelState, config: Config) -> tuple[int, int]:
     training = _training(config, mpu)
     mpu.reset_stats()
     train_step(training, 0)
-    sites = mpu.dp_cp.stats.by_site.items()
-    sent = sum(entry.bytes_sent for site, entry in sites if site.startswith("parallel.buckets"))
-    return sent, sum(bucket.param.numel() for bucket in _buckets(training))
+    return _sent(mpu.dp_cp), sum(bucket.param.numel() for bucket in _buckets(training))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+def _sent_in_blocks(mpu: ParallelState, config: Config) -> tuple[int, int, int, int]:
+    """Inside of a block, across blocks, and over all copies; elements."""
+    training = _training(config, mpu)
+    mpu.reset_stats()
+    train_step(training, 0)
+    across = _sent(mpu.shard_replica)
+    return _sent(mpu.shard), across, _sent(mpu.dp_cp), sum(bucket.param.numel() for bucket in _buckets(training))
+
+
+@pytest.mark.parametrize(("ranks", "block"), [(4, 2), (8, 4)])
+def test_bytes_sent_with_replicas(ranks: int, block: int, tokens: str, tmp_path: Path, world: World) -> None:
+    config, grad, param = config_for("llama", tokens, tmp_path, precision="bf16"), 4, 2
+    m = config.train.global_batch_size // config.train.micro_batch_size // ranks
+    replicas = ranks // block
+    for zero, width in ((1, grad + param), (2, m * grad + param), (3, m * (2 * param + grad))):
+        layout = ParallelConfig(zero=zero, zero_shard_size=block)
+        for inside, across, over_all, size in world.run(_sent_in_blocks, config, layout=layout, ranks=ranks):
+            assert inside == (block - 1) * size * width // block, f"zero {zero}"
+            assert across == 2 * (replicas - 1) * (size // block) * grad // replicas, "slices, once a step"
+            assert over_all == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_sent_in_a_step(ranks: int, tokens: str, tmp_path: Path, world: World) -> None:
     config, grad, param = config_for("llama", tokens, tmp_path, precision="bf16"), 4, 2
     m = config.train.global_batch_size // config.train.micro_batch_size // ranks
@@ -153,6 +190,34 @@ def _resume(mpu: ParallelState, config: Config, folder: str) -> bool:
 def test_a_resumed_run_has_the_same_bits(zero: int, tokens: str, tmp_path: Path, world: World) -> None:
     config = config_for("tied-llama", tokens, tmp_path, precision="bf16")
     assert all(world.run(_resume, config, str(tmp_path / "run"), layout=ParallelConfig(zero=zero), ranks=2))
+
+
+def _pass_on(mpu: ParallelState, config: Config, before: str | None, after: str) -> Any:
+    """Loads a state, or makes one in a step, and saves it; what there is of it here, and global shapes."""
+    training = _training(config, mpu)
+    if before is None:
+        train_step(training, 0)
+    else:
+        store.load(before, _tensors(training), mpu)
+    store.save(after, 1, _tensors(training), {}, mpu)
+    tensors = [(kind, *item) for kind, of_kind in _tensors(training).items() for item in of_kind]
+    pieces = {(f"{k}/{s.name}", offset): view.clone() for k, s, local in tensors for offset, _, view in s.pieces(local)}
+    return pieces, {f"{kind}/{shard.name}": shard.shape for kind, shard, _ in tensors}
+
+
+def test_a_checkpoint_goes_from_any_stage_to_any_other(tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("moe", tokens, tmp_path, precision="bf16")
+    chain = [(0, None, 2), (3, 2, 4), (1, None, 2), (2, None, 4), (0, None, 4), (1, 2, 4), (3, None, 2), (2, 1, 2)]
+    before, expected = None, None
+    for number, (zero, block, ranks) in enumerate(chain):
+        layout, after = ParallelConfig(zero=zero, zero_shard_size=block), str(tmp_path / str(number))
+        results = world.run(_pass_on, config, before, after, layout=layout, ranks=ranks)
+        found = _whole([pieces for pieces, _ in results], {name: s for _, of in results for name, s in of.items()})
+        expected = expected if expected is not None else found
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), f"{layout}: {name}"
+        before = after
 
 
 def _memory_in_a_step(mpu: ParallelState, config: Config) -> Any:
@@ -224,6 +289,9 @@ def test_what_zero_cannot_be_is_refused(tokens: str, tmp_path: Path) -> None:
         (ParallelConfig(zero=4), "parallel.zero=4 must be 0, 1, 2 or 3"),
         (ParallelConfig(zero=2, zero_persistent=9), "parallel.zero_persistent=9: .* under zero=3 only"),
         (ParallelConfig(zero=3, zero_persistent=-1), "parallel.zero_persistent=-1 must be at least 0"),
+        (ParallelConfig(zero_shard_size=2), "parallel.zero_shard_size=2: nothing is divided under zero=0"),
+        (ParallelConfig(zero=1, zero_shard_size=3), "zero_shard_size=3 does not divide the 2 ranks .* can be 1, 2"),
+        (ParallelConfig(zero=1, zero_shard_size=0), "zero_shard_size=0 does not divide the 2 ranks"),
     ):
         with pytest.raises(ValueError, match=message):
             check(dataclasses.replace(config, parallel=parallel), 2)

@@ -27,6 +27,7 @@ COVER = [
     ("moe", "cp2+ep2+dp2+zero3"),
     ("tied-llama", "tp2+sp+dp2+zero2+recompute:selective"),
     ("gpt2", "pp2:zb_h1+dp2+zero3+recompute:block:1"),
+    ("moe", "ep2+dp4+zero2:shard2+mbs1"),
 ]
 FULL = [
     ("llama", "dp2+zero1"),
@@ -50,6 +51,14 @@ FULL = [
     ("llama", "dp2+zero3+recompute:every:2"),
     ("lfm2", "cp2+tp2+sp+zero3"),
     *[("llama", f"cp2:ulysses+zero{level}") for level in (1, 2, 3)],
+    ("llama", "dp4+zero1:shard2+mbs1"),
+    ("gpt2", "dp4+zero3:shard2+mbs1"),
+    ("tied-llama", "pp2:zb_v+dp4+zero3:shard2+mbs1"),
+    ("llama", "cp2+dp2+zero3:shard2"),
+    ("moe-gpt2", "tp2+sp+ep2+etp2+dp4+zero3:shard2+mbs1"),
+    ("llama", "pp2:dualpipe+dp4+zero2:shard2+mbs1"),
+    ("gpt2", "dp2+zero2:shard1"),
+    ("moe-bias", "ep4+dp4+zero3:shard2+mbs1"),
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 

@@ -22,7 +22,7 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 GPT2 = ModelConfig(
     name="gpt2", num_layers=4, hidden_size=24, num_heads=4, ffn_hidden_size=40, vocab_size=VOCAB, max_positions=40,
-    tie_embeddings=True, hidden_dropout=0.2, attention_dropout=0.1, label_smoothing=0.1, init_std=0.2,
+    tie_embeddings=True, hidden_dropout=0.2, attention_dropout=0.1, label_smoothing=0.1, init_std=0.05,
 )  # fmt: skip
 TIED_LLAMA = replace(LLAMA, tie_embeddings=True, num_layers=3, hidden_dropout=0.1)
 

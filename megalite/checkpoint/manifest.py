@@ -89,6 +89,11 @@ class Manifest:
     files: dict[str, FileMark]
     tensors: dict[str, Entry]
 
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of tensors in it."""
+        return {key.partition("/")[0] for key in self.tensors}
+
     def to_json(self) -> str:
         """The text of manifest.json."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
@@ -170,6 +175,7 @@ def layout_of(mpu: ParallelState) -> dict[str, Any]:
         **{name: mpu.grid.sizes[name] for name in ("tp", "pp", "cp", "dp", "ep", "etp")},
         "vpp": mpu.config.vpp,
         "zero": mpu.config.zero,
+        "zero_shard_size": mpu.config.zero_shard_size,
         "layers_per_stage": list(split) if split is not None else None,
     }
 

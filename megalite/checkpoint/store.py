@@ -108,16 +108,17 @@ def load_latest(run_dir: str | Path, tensors: Tensors, mpu: ParallelState) -> Ma
     return load(found, tensors, mpu) if found is not None else None
 
 
-def load(folder: str | Path, tensors: Tensors, mpu: ParallelState) -> Manifest:
+def load(folder: str | Path, tensors: Tensors, mpu: ParallelState, *, optional: Sequence[str] = ()) -> Manifest:
     """Loads the checkpoint in `folder` (a checkpoint, or a run whose latest is meant) into `tensors`, in place.
 
-    As `load_latest`, but a checkpoint that is not there is an error.
+    As `load_latest`, but a checkpoint that is not there is an error. optional: kinds that it need not have (see
+    `Manifest.kinds`); their tensors are then left as they are.
     """
     what = f"cannot load {folder}"
     loaded: list[Manifest] = []
 
     def read() -> set[str]:
-        loaded.append(_read(Path(folder), tensors))
+        loaded.append(_read(Path(folder), tensors, optional))
         return {piece.key for piece in held(tensors)}
 
     keys = set().union(*together(mpu, what, read))
@@ -233,10 +234,11 @@ def _checkpoint_in(folder: Path) -> Path:
     raise CheckpointError(f"{folder} is neither a checkpoint ({MANIFEST}) nor a run with one (checkpoints/{LATEST})")
 
 
-def _read(folder: Path, tensors: Tensors) -> Manifest:
+def _read(folder: Path, tensors: Tensors, optional: Sequence[str]) -> Manifest:
     place = _checkpoint_in(folder)
     manifest = Manifest.read(place)
-    wanted = [(piece, overlap) for piece in held(tensors) for overlap in _find(manifest, piece)]
+    asked = {kind: of_kind for kind, of_kind in tensors.items() if kind not in optional or kind in manifest.kinds}
+    wanted = [(piece, overlap) for piece in held(asked) for overlap in _find(manifest, piece)]
     _check_files(place, manifest, {overlap.piece.file for _, overlap in wanted})
     _read_tensors(place, wanted)
     return manifest

@@ -43,6 +43,7 @@ def check(config: Config, world_size: int) -> None:
             *data_problems(config.data),
             *config.optim.problems(),
             *_precision_problems(config),
+            *_recompute_problems(config),
             *config.checkpoint.problems(),
         ]
     if problems:
@@ -80,6 +81,16 @@ def _precision_problems(config: Config) -> list[str]:
     return []
 
 
+def _recompute_problems(config: Config) -> list[str]:
+    """Whether the inputs of recomputed layers are there to be cut."""
+    if config.train.recompute_cut_input and config.parallel.sequence_parallel:
+        return [
+            "train.recompute_cut_input=true: parallel.sequence_parallel has cut the inputs of layers already; leave"
+            " one out"
+        ]
+    return []
+
+
 def _zero_problems(parallel: ParallelConfig) -> list[str]:
     found: list[str] = []
     if parallel.zero not in range(4):
@@ -90,6 +101,11 @@ def _zero_problems(parallel: ParallelConfig) -> list[str]:
         found.append(
             f"parallel.zero_persistent={parallel.zero_persistent}: parameters are divided under zero=3 only,"
             f" not under zero={parallel.zero}; use 0"
+        )
+    if parallel.zero_shard_size is not None and parallel.zero == 0:
+        found.append(
+            f"parallel.zero_shard_size={parallel.zero_shard_size}: nothing is divided under zero=0; set zero, or leave"
+            " it out"
         )
     return found
 

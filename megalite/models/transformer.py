@@ -113,6 +113,7 @@ class Transformer(nn.Module):
         recompute: str = "none",
         sequence_chunk: int = 0,
         recompute_stash: bool = False,
+        recompute_cut_input: bool = False,
         seed: int = 0,
     ):
         super().__init__()
@@ -121,8 +122,12 @@ class Transformer(nn.Module):
         if self.rotary_positions and (problems := rope_problems(config)):
             raise ValueError("\n".join(problems))
         self.config, self.mpu, self.stage, self.seed = config, mpu, stage, seed
-        self.recompute = Recompute.parse(recompute, mpu.last_call if recompute_stash else None)
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
+        self.recompute = Recompute.parse(
+            recompute,
+            mpu.last_call if recompute_stash else None,
+            mpu.tp if recompute_cut_input and not self.sequence_parallel else None,
+        )
         self.queue = WeightGradQueue()
         self.embedding = self._embedding() if stage.is_first else None
         self.positions = None

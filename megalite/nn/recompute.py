@@ -3,7 +3,7 @@
 A region is a call whose saved tensors are dropped and made again, all at once, when backward needs the first of them.
 Masks are stateless and routers deterministic, so the second run gives the same bits with no generator to restore. It
 stops at the last tensor that is needed, and can reuse the results of the first run's collectives (DeepSpeed-TED, Singh
-et al., 2023, arXiv:2303.06318).
+et al., 2023, arXiv:2303.06318). The input that is kept can be cut over ranks that all have it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.mpu import LastCall, Stash
+from megalite.mpu import Axis, LastCall, Stash
 
 T = TypeVar("T")
 
@@ -48,32 +48,35 @@ class Recompute:
 
     every: layers to a region, from whose one input they are computed again; 0 if there are no such regions.
     first: how many layers of the stage are in regions (None: all). parts: what is, of each layer outside of regions.
-    line: the rank's collectives, if their results are kept for the second run.
+    line: the rank's collectives, if their results are kept for the second run. cut_over: ranks that have the same
+    inputs, if each keeps its part of them alone.
     """
 
     every: int = 0
     first: int | None = None
     parts: frozenset[str] = field(default_factory=frozenset)
     line: LastCall | None = None
+    cut_over: Axis | None = None
 
     @staticmethod
-    def parse(text: str, line: LastCall | None = None) -> Recompute:
+    def parse(text: str, line: LastCall | None = None, cut_over: Axis | None = None) -> Recompute:
         """From `train.recompute`; raises ValueError."""
         if (problem := recompute_problem(text)) is not None:
             raise ValueError(problem)
         kind, _, detail = text.partition(":")
         if kind == "selective":
-            return Recompute(parts=frozenset(detail.split(",") if detail else ["attention"]), line=line)
+            parts = frozenset(detail.split(",") if detail else ["attention"])
+            return Recompute(parts=parts, line=line, cut_over=cut_over)
         if kind == "block":
-            return Recompute(every=1, first=int(detail), line=line)
-        return Recompute(every=int(detail or 1) if kind != "none" else 0, line=line)
+            return Recompute(every=1, first=int(detail), line=line, cut_over=cut_over)
+        return Recompute(every=int(detail or 1) if kind != "none" else 0, line=line, cut_over=cut_over)
 
     def run(self, layers: Iterable[Callable[[Tensor, T], Tensor]], x: Tensor, context: T) -> Tensor:
         """x through all layers, in regions as far as they are asked for."""
         left = iter(layers)
         in_regions = islice(left, self.first) if self.every else iter(())
         while group := tuple(islice(in_regions, self.every)):
-            x = region(_through, x, group, context, line=self.line)
+            x = region(_through, x, group, context, line=self.line, cut_over=self.cut_over)
         return _through(x, tuple(left), context)
 
     def branch(
@@ -82,9 +85,9 @@ class Recompute:
         """block(norm(x), context), where `part` names the block; what `parts` has of it is computed again."""
         again = part in self.parts
         if again and "norm" in self.parts:
-            return region(lambda x: block(norm(x), context), x, line=self.line)
+            return region(lambda x: block(norm(x), context), x, line=self.line, cut_over=self.cut_over)
         if again:
-            return region(block, norm(x), context, line=self.line)
+            return region(block, norm(x), context, line=self.line, cut_over=self.cut_over)
         if "norm" in self.parts:
             return without_keeping(norm, x, lambda y: block(y, context))
         return block(norm(x), context)
@@ -96,15 +99,19 @@ def _through(x: Tensor, layers: Iterable[Callable[[Tensor, T], Tensor]], context
     return x
 
 
-def region(function: Callable[..., T], x: Tensor, *rest: Any, line: LastCall | None = None) -> T:
+def region(
+    function: Callable[..., T], x: Tensor, *rest: Any, line: LastCall | None = None, cut_over: Axis | None = None
+) -> T:
     """function(x, *rest), of which only `x` is kept for backward; what else enters must not change until then.
 
     With `line`, the results of its sums and exchanges are kept, too, and the second run does not communicate them.
+    With `cut_over`, whose ranks must all have the same x, each keeps a part of it and gathers it for the second run.
     Backward can go through it once. Without gradients it is a plain call.
     """
     if not torch.is_grad_enabled():
         return function(x, *rest)
-    made = _Region(lambda x: function(x, *rest), x, line)
+    kept = _Part(x, cut_over) if cut_over is not None and cut_over.size > 1 else _Whole(x)
+    made = _Region(lambda x: function(x, *rest), kept, x.requires_grad, line)
     with saved_tensors_hooks(made.pack, made.unpack), made.first_run():
         return function(x, *rest)
 
@@ -113,13 +120,38 @@ class _Enough(Exception):
     """The second run has made the last tensor that backward needs."""
 
 
+class _Whole:
+    """An input as it is. Not x itself: its graph would keep the region, and the region its graph."""
+
+    def __init__(self, x: Tensor):
+        self._x, self._version = x.detach(), x._version
+
+    def __call__(self) -> Tensor:
+        assert self._x._version == self._version, "the input of a recomputed region was changed in place"
+        return self._x.detach()
+
+
+class _Part:
+    """This rank's part of an input that all ranks of `axis` have (Korthikanti et al., 2022, arXiv:2205.05198)."""
+
+    def __init__(self, x: Tensor, axis: Axis):
+        self._axis, self._shape = axis, x.shape
+        size = -(-x.numel() // axis.size)
+        mine = x.detach().reshape(-1)[axis.rank * size : (axis.rank + 1) * size]
+        self._part = x.new_zeros(size)
+        self._part[: mine.numel()] = mine
+
+    def __call__(self) -> Tensor:
+        return self._axis.all_gather(self._part)[: self._shape.numel()].view(self._shape)
+
+
 class _Region:
     """The tensors that a call saves, by number, while they are not there and after they have come again."""
 
-    def __init__(self, function: Callable[[Tensor], Any], x: Tensor, line: LastCall | None):
-        self._function = function
-        # Not x itself: its graph would keep this region, and the region its graph.
-        self._x, self._needs_grad, self._version = x.detach(), x.requires_grad, x._version
+    def __init__(
+        self, function: Callable[[Tensor], Any], kept: Callable[[], Tensor], needs_grad: bool, line: LastCall | None
+    ):
+        self._function, self._kept, self._needs_grad = function, kept, needs_grad
         self._line, self._stash, self._num_results = line, Stash() if line is not None else None, 0
         self._shapes: list[torch.Size] = []
         self._again: dict[int, Tensor] | None = None
@@ -158,7 +190,6 @@ class _Region:
         return self._again.pop(number)
 
     def _second_run(self) -> dict[int, Tensor]:
-        assert self._x._version == self._version, "the input of a recomputed region was changed in place"
         made: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> None:
@@ -171,7 +202,7 @@ class _Region:
 
         if self._stash is not None:
             self._stash.replay()
-        x = self._x.detach().requires_grad_(self._needs_grad)
+        x = self._kept().requires_grad_(self._needs_grad)
         with torch.enable_grad(), saved_tensors_hooks(pack, _never), self._stashing(), suppress(_Enough):
             self._function(x)
         if len(made) < len(self._shapes):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.mpu import ParallelState
 from megalite.parallel.data import DataParallel, Segment
-from megalite.parallel.shard import copies_axis, shard_of
+from megalite.parallel.shard import shard_of, slices_axis
 
 _CHUNK = 1 << 18
 """Elements squared at a time on the CPU, so that their float64 copy stays in the cache."""
@@ -34,8 +34,8 @@ class GradNorm:
         dense = _squares([segment for segment in segments if segment.group == "dense"], mpu, device)
         experts = _squares([segment for segment in segments if segment.group == "expert"], mpu, device)
         if mpu.config.zero:  # each rank has the squares of its slices
-            dense = _in_order(copies_axis("dense", mpu).all_gather(dense))
-            experts = _in_order(copies_axis("expert", mpu).all_gather(experts))
+            dense = _in_order(slices_axis("dense", mpu).all_gather(dense))
+            experts = _in_order(slices_axis("expert", mpu).all_gather(experts))
         self._mine = _in_order(mpu.tp.all_gather(dense)) + _in_order(mpu.etp_ep.all_gather(experts))
         self._pending = mpu.pp.start_all_gather(self._mine)
 

@@ -13,8 +13,8 @@ from megalite.optim.groups import Group
 class OptimConfig:
     """The optimizer, its learning-rate schedule and what happens to gradients before the update."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Update rule: adamw, or sgd (with momentum when momentum > 0)."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """Update rule: adamw, sgd (with momentum when momentum > 0), or muon (matrices; adamw the rest, at the same lr)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -39,8 +39,12 @@ class OptimConfig:
     """Added to the root of AdamW's second moment."""
     momentum: float = 0.0
     """Momentum of sgd."""
+    muon_momentum: float = 0.95
+    """Momentum of muon."""
+    muon_exclude: tuple[str, ...] = ("embedding.*", "positions.*", "head.*", "*.router.*", "*.conv")
+    """Matrices that muon leaves to adamw, by patterns of global names."""
     weight_decay: float = 0.01
-    """Weight decay, never on biases and norms: decoupled in adamw, added to the gradient in sgd."""
+    """Weight decay, never on biases and norms: decoupled in adamw and muon, added to the gradient in sgd."""
     clip_grad: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0 turns clipping off."""
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -86,7 +90,8 @@ class OptimConfig:
         ]  # fmt: skip
         found += [
             f"optim.{name}={value} must be in [0, 1)"
-            for name, value in (("beta1", self.beta1), ("beta2", self.beta2), ("momentum", self.momentum))
+            for name in ("beta1", "beta2", "momentum", "muon_momentum")
+            for value in [getattr(self, name)]
             if not 0 <= value < 1
         ]
         if self.min_lr > self.lr >= 0:

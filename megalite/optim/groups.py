@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -49,14 +49,19 @@ class Run:
     stop: int
     lr: float
     weight_decay: float
+    is_matrix: bool = False
+    """Whether it belongs to parameters that are updated as matrices."""
 
 
-def runs_of(segment: Segment, groups: Sequence[Group], weight_decay: float) -> list[Run]:
+def runs_of(
+    segment: Segment, groups: Sequence[Group], weight_decay: float, is_matrix: Callable[[Shard], bool]
+) -> list[Run]:
     """The segment in as few runs as possible; of several groups that match a parameter the first one counts."""
     default = weight_decay if segment.decay else 0.0
     if not segment.spans:  # a slice of padding alone
         return [Run(0, segment.param.numel(), 1.0, default)]
-    settings = [_setting(shard_of(span.parameter), groups, default) for span in segment.spans]
+    shards = [shard_of(span.parameter) for span in segment.spans]
+    settings = [(*_setting(shard, groups, default), is_matrix(shard)) for shard in shards]
     borders = [0]
     borders += [span.start for span, (a, b) in zip(segment.spans[1:], pairwise(settings), strict=True) if a != b]
     chosen = [settings[0], *(b for a, b in pairwise(settings) if a != b)]

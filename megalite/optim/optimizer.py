@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.mpu import ParallelState
 from megalite.optim.clip import GradNorm, clip_coefficient
 from megalite.optim.config import OptimConfig
 from megalite.optim.groups import Group, Run, runs_of
 from megalite.optim.rounding import store_rounded
-from megalite.optim.rules import update_rule
+from megalite.optim.rules import MatrixRule, UpdateRule, is_matrix, matrix_rule, update_rule
 from megalite.optim.scaler import LossScaler
-from megalite.parallel.data import DataParallel, Segment
+from megalite.parallel.data import Bucket, DataParallel, Segment, Span
+from megalite.parallel.matrices import WholeMatrices
 from megalite.parallel.shard import Shard
 
 logger = logging.getLogger("megalite")
@@ -26,6 +27,10 @@ _CHUNK = 1 << 19
 """Elements updated at a time on the CPU: scaled gradient and fresh weights stay in the cache. A multiple of the
 segment alignment, so that every element goes through the same vector code wherever it lies."""
 _CUDA_CHUNK = 1 << 25
+
+
+MASTER = "master"
+"""What a checkpoint calls master weights."""
 
 
 class NonFiniteGradient(RuntimeError):
@@ -41,18 +46,34 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class _RunState:
+    """What is updated alike, and its moments, by name."""
+
+    run: Run
+    moments: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class _SegmentState:
     """Optimizer state of a segment. master: the weights that are updated; the parameters themselves if wide enough, or
-    if there are no others. runs: what is updated alike."""
+    if there are no others."""
 
     segment: Segment
     master: Tensor
-    moments: dict[str, Tensor]
-    runs: tuple[Run, ...]
+    runs: tuple[_RunState, ...]
 
     @property
     def has_master(self) -> bool:
         return self.master is not self.segment.param
+
+    @property
+    def moments(self) -> list[Tensor]:
+        return [moment for of_run in self.runs for moment in of_run.moments.values()]
+
+    def places(self) -> Iterator[tuple[Span, _RunState]]:
+        """The spans, and the run that each is in."""
+        for span in self.segment.spans:
+            yield span, next(r for r in self.runs if r.run.start <= span.start < r.run.stop)
 
 
 class _Copies:
@@ -96,7 +117,8 @@ class Optimizer:
         self.config, self.data_parallels, self.mpu = config, tuple(data_parallels), mpu
         self.scaler, self.seed, self.steps = scaler, seed, 0
         self._groups = tuple(map(Group.parse, config.groups))
-        self._rule = update_rule(config)
+        self._rule: UpdateRule = update_rule(config)
+        self._matrix_rule: MatrixRule | None = matrix_rule(config)
         self._copies = _Copies()
         self._buckets = [
             (bucket, [self._fresh(segment) for segment in bucket.segments])
@@ -104,12 +126,21 @@ class Optimizer:
             for bucket in data_parallel.buckets
         ]
         self._states = [state for _, states in self._buckets for state in states]
+        self._matrices = {
+            bucket: WholeMatrices(bucket, lambda shard: is_matrix(shard, config))
+            for bucket, _ in (self._buckets if self._matrix_rule is not None else ())
+        }
 
     def _fresh(self, segment: Segment) -> _SegmentState:
         wide = torch.promote_types(segment.param.dtype, torch.float32)
         master = segment.param if self.config.master_weights == "none" else segment.param.to(wide)
-        moments = {name: torch.zeros_like(master, dtype=wide) for name in self._rule.moments}
-        return _SegmentState(segment, master, moments, tuple(runs_of(segment, self._groups, self.config.weight_decay)))
+        runs = runs_of(segment, self._groups, self.config.weight_decay, lambda shard: is_matrix(shard, self.config))
+        return _SegmentState(segment, master, tuple(_RunState(run, self._moments(run, master, wide)) for run in runs))
+
+    def _moments(self, run: Run, weights: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        rule = self._matrix_rule if run.is_matrix else self._rule
+        assert rule is not None
+        return {name: torch.zeros_like(weights[run.start : run.stop], dtype=dtype) for name in rule.moments}
 
     @property
     def loss_scale(self) -> float:
@@ -180,7 +211,7 @@ class Optimizer:
         return [
             tensor
             for state in self._states
-            for tensor in (state.master, *state.moments.values(), *((state.segment.param,) if state.has_master else ()))
+            for tensor in (state.master, *state.moments, *((state.segment.param,) if state.has_master else ()))
         ]
 
     def _update_all(self, scale: float, lr: float) -> None:
@@ -189,6 +220,8 @@ class Optimizer:
         for bucket, states in self._buckets:
             for state in states:
                 self._update(state, scale, lr)
+            if self._matrix_rule is not None:
+                self._update_matrices(self._matrix_rule, bucket, states, scale, lr)
             bucket.publish()
 
     def _finish_gathers(self) -> None:
@@ -199,15 +232,48 @@ class Optimizer:
         segment = state.segment
         size = _CUDA_CHUNK if segment.param.is_cuda else _CHUNK
         scratch = torch.empty_like(segment.main_grad[:size]) if scale != 1.0 else None
-        for run in state.runs:
-            for begin in range(run.start, run.stop, size):
+        for of_run in state.runs:
+            run = of_run.run
+            for begin in range(run.start, run.stop, size) if not run.is_matrix else ():
                 part = slice(begin, min(begin + size, run.stop))
                 grad, weight = segment.main_grad[part], state.master[part].to(segment.main_grad.dtype)
                 if scratch is not None:
                     grad = torch.mul(grad, scale, out=scratch[: grad.numel()])
-                moments = [moment[part] for moment in state.moments.values()]
+                inside = slice(part.start - run.start, part.stop - run.start)
+                moments = [moment[inside] for moment in of_run.moments.values()]
                 self._rule.update(weight, grad, moments, lr=lr * run.lr, weight_decay=run.weight_decay, step=self.steps)
                 self._store(weight, state, part)
+
+    def _update_matrices(
+        self, rule: MatrixRule, bucket: Bucket, states: Sequence[_SegmentState], scale: float, lr: float
+    ) -> None:
+        """Gathers directions, so that each rank makes the steps of the matrices of which it keeps a part."""
+        whole = self._matrices[bucket]
+        if not len(whole):
+            return
+        directions = torch.zeros_like(bucket.grad_shard)
+        mine: dict[nn.Parameter, list[tuple[_SegmentState, Run, Span]]] = {}
+        begin = 0
+        for state in states:
+            for of_run in state.runs:
+                run = of_run.run
+                if run.is_matrix:
+                    grad = state.segment.main_grad[run.start : run.stop] * scale
+                    moments = list(of_run.moments.values())
+                    directions[begin + run.start : begin + run.stop] = rule.direction(grad, moments)
+            for span, of_run in state.places():
+                if of_run.run.is_matrix:
+                    mine.setdefault(span.parameter, []).append((state, of_run.run, span))
+            begin += state.segment.param.numel()
+        for parameter, matrix in whole.gather(directions):
+            if parameter in mine:
+                step = rule.step(matrix)
+                for state, run, span in mine[parameter]:
+                    part = slice(span.start, span.end)
+                    weight = state.master[part].to(step.dtype)
+                    weight.mul_(1 - lr * run.lr * run.weight_decay)
+                    weight.add_(whole.slice_of(span, step), alpha=-lr * run.lr)
+                    self._store(weight, state, part)
 
     def _store(self, weight: Tensor, state: _SegmentState, part: slice) -> None:
         """Rounds updated weights into narrower parameters; others are updated in place."""
@@ -226,10 +292,12 @@ class Optimizer:
         """
         tensors: dict[str, list[tuple[Shard, Tensor]]] = {}
         for state in self._states:
-            kinds = ({"master": state.master} if state.has_master else {}) | state.moments
-            for kind, flat in kinds.items():
-                views = [(span.shard, span.of(flat)) for span in state.segment.spans]
-                tensors.setdefault(kind, []).extend(views)
+            for span, of_run in state.places():
+                if state.has_master:
+                    tensors.setdefault(MASTER, []).append((span.shard, span.of(state.master)))
+                in_run = replace(span, start=span.start - of_run.run.start)
+                for kind, moment in of_run.moments.items():
+                    tensors.setdefault(kind, []).append((span.shard, in_run.of(moment)))
         return tensors
 
     def refresh_master(self) -> None:

@@ -9,19 +9,29 @@ equal slices, one for each rank; `Bucket.zero` says what is kept as a slice only
     2  and gradients                  whole ones exist from a unit's first contribution to its reduction
     3  and parameters                 whole ones exist while the unit computes
 
-The optimizer always works on `Bucket.segments`, this rank's slice, so that all stages do the same arithmetic.
+The optimizer always works on `Bucket.segments`, this rank's slice, so that all stages do the same arithmetic. With
+`parallel.zero_shard_size` the slices are those of a block of ranks, and what a rank keeps has replicas in other blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megalite.mpu import Axis, ParallelState, Pending
-from megalite.parallel.shard import Group, Shard, copies_axis, shard_of, storage_groups
+from megalite.parallel.shard import (
+    Group,
+    Shard,
+    give_memory,
+    replicas_axis,
+    set_shard,
+    shard_of,
+    slices_axis,
+    storage_groups,
+)
 
 ALIGNMENT = 64
 """Elements: storage groups begin, and segments and slices end, at multiples of it."""
@@ -42,6 +52,19 @@ class Unit:
     tied: bool = False
     shared: bool = False
     modules: Sequence[nn.Module] = ()
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """How the parameters of a model on the meta device come into being, a unit at a time: whole, then divided.
+
+    fill: gives the parameters of a unit, which have memory then, their values; of one whose shard has `kept`, these
+    elements suffice.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    fill: Callable[[Unit], None]
 
 
 @dataclass(frozen=True)
@@ -106,51 +129,80 @@ class _Kind:
 class Bucket:
     """The memory of a unit's parameters of one kind, divided over `axis` as far as `zero` says.
 
-    param, grad: whole, flat; without memory while they are not in use. param_shard, grad_shard: what is always there.
+    param, grad: whole, flat; without memory while they are not in use. param_shard, grad_shard: what is always there,
+    the same on all of `replicas`. Parameters are whole until `divide`.
     """
 
-    def __init__(self, unit: str, kind: _Kind, runs: Sequence[list[nn.Parameter]], axis: Axis, zero: int):
+    def __init__(
+        self,
+        unit: str,
+        kind: _Kind,
+        runs: Sequence[list[nn.Parameter]],
+        device: torch.device,
+        *,
+        axis: Axis,
+        replicas: Axis,
+        zero: int,
+    ):
         self.unit = unit
         self.group: Group = kind.group
-        self.axis, self.zero = axis, zero
-        regions = _regions(runs)
+        self.axis, self.replicas, self.zero = axis, replicas, zero
+        self._regions = _regions(runs)
         slices = axis.size if zero else 1
-        size = _round_up(sum(length for _, _, length in regions), ALIGNMENT * slices)
-        device, wide = runs[0][0].device, torch.promote_types(kind.dtype, torch.float32)
-        self.param = torch.zeros(size, dtype=kind.dtype, device=device)
-        self.grad = torch.zeros(size, dtype=wide, device=device)
-        self.spans = tuple(span for _, spans, _ in regions for span in spans)
-        self._move(regions)
+        size = _round_up(sum(length for _, _, length in self._regions), ALIGNMENT * slices)
         begin = axis.rank * (size // slices) if zero else 0
-        own = slice(begin, begin + size // slices)
-        self.param_shard, self.grad_shard = self.param[own], self.grad[own]
+        self._own = slice(begin, begin + size // slices)
+        self.spans = tuple(self._places())
+        wide = torch.promote_types(kind.dtype, torch.float32)
+        self.grad = torch.zeros(size, dtype=wide, device=device)
+        self.grad_shard = self.grad[self._own]
+        for span in self.spans:
+            span.parameter.main_grad = span.of(self.grad)  # pyright: ignore[reportAttributeAccessIssue]
         if zero >= 2:
-            self.grad_shard = self.grad_shard.clone()
             _free(self.grad)
-        if zero >= 3:
-            self.param_shard = self.param_shard.clone()
-            _free(self.param)
-        self.segments = tuple(self._segments(unit, regions, own, zero > 0))
+            self.grad_shard = torch.zeros_like(self.grad_shard)
+        self.param = torch.zeros(size, dtype=kind.dtype, device=device)
+        self.param_shard = self.param[self._own]
+        for span in self.spans:
+            _move(span, self.param)
+        self.segments: tuple[Segment, ...] = ()
         self._reducing: tuple[Pending, Tensor] | None = None
         self._gathering: Pending | None = None
 
-    def _move(self, regions: Sequence[_Region]) -> None:
+    def _places(self) -> Iterator[Span]:
+        """Where the parameters lie."""
         begin = 0
-        for _, spans, length in regions:
-            for span in spans:
-                _move(span, self.param[begin : begin + length], self.grad[begin : begin + length])
+        for _, spans, length in self._regions:
+            yield from (replace(span, start=begin + span.start) for span in spans)
             begin += length
 
-    def _segments(self, unit: str, regions: Sequence[_Region], own: slice, divided: bool) -> list[Segment]:
+    def mark_kept(self) -> None:
+        """Tells who gives initial values which of them count."""
+        for span in self.spans if self.zero >= 3 else ():
+            kept = span.within(self._own.start, self._own.stop)
+            run = kept.run if kept is not None else (0, 0)
+            set_shard(span.parameter, replace(shard_of(span.parameter), kept=run))
+
+    def divide(self) -> None:
+        """Parameters have their values: from now on there is as much of them as `zero` says."""
+        if self.zero >= 3:
+            self.param_shard = self.param_shard.clone()
+            _free(self.param)
+            for span in self.spans:
+                set_shard(span.parameter, replace(shard_of(span.parameter), kept=None))
+        self.segments = tuple(self._segments())
+
+    def _segments(self) -> list[Segment]:
         """What of each region is in this rank's slice."""
+        own, divided = self._own, self.zero > 0
         found, at = [], 0
-        for decay, spans, length in regions:
+        for decay, spans, length in self._regions:
             begin, end = max(at, own.start), min(at + length, own.stop)
             if begin < end:
                 place = slice(begin - own.start, end - own.start)
                 kept = spans if not divided else (span.within(begin - at, end - at) for span in spans)
                 mine = tuple(span for span in kept if span is not None)
-                segment = Segment(unit, self.group, self.param_shard[place], self.grad_shard[place], decay, mine)
+                segment = Segment(self.unit, self.group, self.param_shard[place], self.grad_shard[place], decay, mine)
                 found.append(segment)
             at += length
         return found
@@ -174,18 +226,29 @@ class Bucket:
             self.grad.zero_()
 
     def start_reduction(self, wire_dtype: torch.dtype | None) -> None:
-        """Begins to sum the gradients over the axis; a narrower dtype travels as a copy."""
-        if self.axis.size == 1:
+        """Begins to sum the gradients over the axis, or over all copies of what is not divided; a narrower dtype
+        travels as a copy."""
+        if self.zero == 0:
+            self.start_replica_sum(wire_dtype)
             return
         if self.zero >= 2:
             self.open_grad()
         wire = self.grad.to(wire_dtype) if wire_dtype is not None else self.grad
-        if self.zero == 0:
-            pending = self.axis.start_all_reduce(wire)
-        else:
-            in_place = self.zero == 1 and wire is self.grad
-            pending = self.axis.start_reduce_scatter(wire, out=self.grad_shard if in_place else None)
+        in_place = self.zero == 1 and wire is self.grad
+        pending = self.axis.start_reduce_scatter(wire, out=self.grad_shard if in_place else None)
         self._reducing = (pending, wire)
+
+    def start_replica_sum(self, wire_dtype: torch.dtype | None) -> None:
+        """At the end of a step, when the reductions are finished: begins to sum what is kept over the replicas."""
+        if self.replicas.size > 1:
+            wire = self.grad_shard.to(wire_dtype) if wire_dtype is not None else self.grad_shard
+            self._reducing = (self.replicas.start_all_reduce(wire), wire)
+
+    def finish_replica_sum(self) -> None:
+        """Waits for that sum."""
+        if self._reducing is not None:
+            self._store(self._reducing[0].wait())
+            self._reducing = None
 
     def finish_reduction(self) -> None:
         """Waits for the sum, which is then in, or added to, `grad_shard`; frees whole gradients that are divided."""
@@ -196,7 +259,11 @@ class Bucket:
         if self.zero >= 2:
             self.grad_shard.add_(total)
             _free(self.grad)
-        elif total.data_ptr() != self.grad_shard.data_ptr():
+        else:
+            self._store(total)
+
+    def _store(self, total: Tensor) -> None:
+        if total.data_ptr() != self.grad_shard.data_ptr():
             self.grad_shard.copy_(total)
 
     def publish(self) -> None:
@@ -234,23 +301,44 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
     return grad
 
 
-def make_buckets(unit: Unit, mpu: ParallelState) -> tuple[Bucket, ...]:
-    """Moves the unit's learning parameters into buckets, one for each kind; frozen ones stay as they are."""
+def make_buckets(unit: Unit, mpu: ParallelState, fresh: Fresh | None = None) -> tuple[Bucket, ...]:
+    """Moves the unit's learning parameters into buckets, one for each kind; frozen ones stay as they are.
+
+    fresh: for parameters without memory. No bucket is divided yet.
+    """
     by_kind: dict[_Kind, list[list[nn.Parameter]]] = {}
     for stored_together in storage_groups(list(dict.fromkeys(unit.parameters))):
         partial, small = _partial_ranks(stored_together, mpu), _stays(stored_together, mpu)
         for run in _runs(stored_together):
             if run[0].requires_grad:
-                kind = _Kind(shard_of(run[0]).group, run[0].dtype, partial, small)
+                dtype = fresh.dtype if fresh is not None else run[0].dtype
+                kind = _Kind(shard_of(run[0]).group, dtype, partial, small)
                 by_kind.setdefault(kind, []).append(run)
-            elif run[0].untyped_storage().nbytes() > run[0].nbytes:
-                for parameter in run:
-                    parameter.data = parameter.data.clone()  # else it would keep its old neighbours' memory alive
+            else:
+                _settle(run, fresh)
     return tuple(
-        Bucket(unit.name, kind, runs, axis, _stage(unit, kind, axis, mpu))
+        Bucket(
+            unit.name,
+            kind,
+            runs,
+            fresh.device if fresh is not None else runs[0][0].device,
+            axis=axis,
+            replicas=replicas_axis(kind.group, mpu),
+            zero=_stage(unit, kind, axis, mpu),
+        )
         for kind, runs in by_kind.items()
-        for axis in [copies_axis(kind.group, mpu)]
+        for axis in [slices_axis(kind.group, mpu)]
     )
+
+
+def _settle(frozen: Sequence[nn.Parameter], fresh: Fresh | None) -> None:
+    """Frozen neighbours have memory of their own."""
+    if fresh is not None:
+        size = sum(parameter.numel() for parameter in frozen)
+        give_memory(frozen, torch.zeros(size, dtype=fresh.dtype, device=fresh.device))
+    elif frozen[0].untyped_storage().nbytes() > frozen[0].nbytes:
+        for parameter in frozen:
+            parameter.data = parameter.data.clone()  # else it would keep its old neighbours' memory alive
 
 
 def _stage(unit: Unit, kind: _Kind, axis: Axis, mpu: ParallelState) -> int:
@@ -286,8 +374,8 @@ def _runs(stored_together: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _touch(first: Tensor, second: Tensor) -> bool:
-    """Whether `second` begins where `first` ends."""
-    return first.dtype == second.dtype and first.data_ptr() + first.nbytes == second.data_ptr()
+    """Whether `second`, in the same storage, begins where `first` ends."""
+    return first.dtype == second.dtype and first.storage_offset() + first.numel() == second.storage_offset()
 
 
 def _regions(runs: Sequence[list[nn.Parameter]]) -> list[_Region]:
@@ -307,13 +395,15 @@ def _place(runs: Sequence[list[nn.Parameter]]) -> tuple[tuple[Span, ...], int]:
     return tuple(spans), offset
 
 
-def _move(span: Span, param: Tensor, grad: Tensor) -> None:
-    parameter = span.parameter
-    place = span.of(param)
-    place.copy_(parameter.data)
-    parameter.data = place
+def _move(span: Span, flat: Tensor) -> None:
+    """The parameter lives in its place in `flat`."""
+    parameter, place = span.parameter, span.of(flat)
+    if parameter.is_meta:
+        give_memory([parameter], place.view(-1))
+    else:
+        place.copy_(parameter.data)
+        parameter.data = place
     parameter.grad = None
-    parameter.main_grad = span.of(grad)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megalite.mpu import Axis, ParallelState
-from megalite.parallel.buckets import ALIGNMENT, Bucket, Segment, Span, Unit, main_grad, make_buckets
+from megalite.parallel.buckets import ALIGNMENT, Bucket, Fresh, Segment, Span, Unit, main_grad, make_buckets
 from megalite.parallel.shard import Shard, shard_of
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.parallel.zero import Gatherer
 
-__all__ = ["ALIGNMENT", "Bucket", "DataParallel", "Segment", "Span", "Unit", "main_grad"]
+__all__ = ["ALIGNMENT", "Bucket", "DataParallel", "Fresh", "Segment", "Span", "Unit", "main_grad"]
 
 _IN_FLIGHT = 2
 """Units whose whole gradients may exist at a time because their reduction is under way (ZeRO 2 and 3)."""
@@ -55,7 +55,8 @@ class DataParallel:
     Adopts the parameters of `units`: their data move into flat buffers (values kept) and each gets `main_grad`, a
     view of the gradient buffer in promote_types(dtype, float32). Parameters created in one storage (q, k, v) stay
     adjacent, in both. Frozen parameters (requires_grad false) stay where they are, whole, and have no gradient.
-    `mpu.config.zero` says what is divided among the ranks (see `megalite.parallel.buckets`).
+    `mpu.config.zero` says what is divided among the ranks (see `megalite.parallel.buckets`). Units on the meta device
+    come into being here, one by one, so that no more than one is whole where parameters are divided: `fresh` says how.
 
     Gradients must already carry their share of the loss scale: reductions are sums. `reduce_dtype` is what travels
     (None: the dtype of the main gradients); a narrower one halves the bytes and rounds each partial sum.
@@ -79,13 +80,14 @@ class DataParallel:
         queue: WeightGradQueue,
         reduce_dtype: torch.dtype | None = None,
         copied: bool = False,
+        fresh: Fresh | None = None,
     ):
         self._replica = mpu.replica if copied else None
         self.units, self.mpu, self.queue, self.reduce_dtype = tuple(units), mpu, queue, reduce_dtype
         self.reduces_each_pass = mpu.config.zero >= 2
-        _check_units(self.units)
+        _check_units(self.units, has_memory=fresh is None)
         assert all(a.shared or not b.shared for a, b in pairwise(self.units)), "shared units must come first"
-        self._states = [_adopt(unit, mpu) for unit in reversed(self.units)]
+        self._states = [_adopt(unit, mpu, fresh) for unit in reversed(self.units)]
         self._state_of = {p: state for state in self._states for p in state.learning}
         self._bucket_of = {span.parameter: b for b in self.buckets for span in b.spans}
         self._flying: deque[_UnitState] = deque()
@@ -185,6 +187,7 @@ class DataParallel:
                 bucket.finish_reduction()
                 assert bucket.zero < 2 or not bucket.grad_is_open, f"{state.unit.name}: a pass was not announced"
         self._flying.clear()
+        self._sum_replicas()
         for axis, grads in self._partial:
             _sum_over(axis, grads)
         for state in self._states:
@@ -196,6 +199,14 @@ class DataParallel:
             for pending in [self._replica.start_all_reduce(grad) for grad in grads]:
                 pending.wait()
         self._phase = _Phase.REDUCED
+
+    def _sum_replicas(self) -> None:
+        """What other blocks of ranks have too: slices, and what is whole where others are reduced after each pass."""
+        buckets = [b for state in self._states for b in state.buckets if b.zero or self.reduces_each_pass]
+        for bucket in buckets:
+            bucket.start_replica_sum(self.reduce_dtype)
+        for bucket in buckets:
+            bucket.finish_replica_sum()
 
     def _before_work(self, parameters: Sequence[nn.Parameter]) -> None:
         """Called before work adds to the main gradients of `parameters`."""
@@ -263,7 +274,8 @@ class DataParallel:
         self._next += 1
         state.started = True
         for bucket in state.buckets:
-            bucket.start_reduction(self.reduce_dtype)
+            if bucket.zero or not self.reduces_each_pass:
+                bucket.start_reduction(self.reduce_dtype)
         if self.reduces_each_pass:
             self._flying.append(state)
             while len(self._flying) > _IN_FLIGHT:
@@ -271,22 +283,28 @@ class DataParallel:
                     bucket.finish_reduction()
 
 
-def _check_units(units: Sequence[Unit]) -> None:
+def _check_units(units: Sequence[Unit], *, has_memory: bool) -> None:
     seen: dict[nn.Parameter, str] = {}
     for unit in units:
         for parameter in unit.parameters:
             shard = shard_of(parameter)
             other = seen.setdefault(parameter, unit.name)
             assert other == unit.name, f"{shard.name} is in two units: {other} and {unit.name}"
-            assert not parameter.is_meta, f"{shard.name} has no memory yet; materialize the module first"
+            assert parameter.is_meta != has_memory, f"{shard.name} must have memory, or be on meta with all others"
             assert unit.tied or shard.tied_to in (None, shard.name), (
                 f"{shard.name} is a tied copy: unit {unit.name} must be tied"
             )
 
 
-def _adopt(unit: Unit, mpu: ParallelState) -> _UnitState:
+def _adopt(unit: Unit, mpu: ParallelState, fresh: Fresh | None) -> _UnitState:
     """Moves the unit's parameters into flat buffers."""
-    buckets = make_buckets(unit, mpu)
+    buckets = make_buckets(unit, mpu, fresh)
+    if fresh is not None:
+        for bucket in buckets:
+            bucket.mark_kept()
+        fresh.fill(unit)
+    for bucket in buckets:
+        bucket.divide()
     learning = tuple(dict.fromkeys(span.parameter for bucket in buckets for span in bucket.spans))
     return _UnitState(unit, buckets, learning)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 from megalite.parallel.shard import Segments, Shard, name_parameters, shard_of
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 16
+"""Elements drawn at a time on the CPU, so that their float64 and int64 temporaries stay in the cache."""
+_CUDA_CHUNK = 1 << 22
 _DEFAULT_STD = 0.02
 
 
@@ -85,12 +89,18 @@ def _uncut(place: Tensor, segments: Segments) -> Tensor:
 
 @torch.no_grad()
 def normal_(parameter: Tensor, seed: int, std: float, shard: Shard | None = None) -> None:
-    """Fills this rank's part of a parameter with its elements of the global N(0, std^2) tensor."""
+    """Fills this rank's part of a parameter with its elements of the global N(0, std^2) tensor.
+
+    Where the part is about to be divided (`shard.kept`), it fills what this rank keeps alone.
+    """
     shard = shard if shard is not None else shard_of(parameter)
+    if shard.kept is not None:
+        parameter, shard = parameter.view(-1)[slice(*shard.kept)], replace(shard, run=shard.kept, kept=None)
+    chunk = _CUDA_CHUNK if parameter.is_cuda else _CHUNK
     name = shard.tied_to or shard.name
     for offset, sizes, view in shard.pieces(parameter):
         rows = sizes[0] if sizes else 1
-        step = max(1, _CHUNK // max(1, math.prod(sizes[1:])))
+        step = max(1, chunk // max(1, math.prod(sizes[1:])))
         for row in range(0, rows, step):
             count = min(step, rows - row)
             place = (offset[0] + row, *offset[1:]) if sizes else ()
@@ -121,7 +131,27 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Names every parameter by its path in `module` and fills it; the same global model results on every layout."""
     name_parameters(module, prefix)
     for child in module.modules():
-        if isinstance(child, Initializable):
-            child.init_parameters(seed)
+        _fill(child, seed)
+
+
+def initialize_held(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], seed: int) -> None:
+    """As `initialize` for a part of a model that has names: the modules in `modules` that hold `parameters`.
+
+    Without parameters, those that hold none, but buffers. A module may not hold others beside.
+    """
+    left = set(parameters)
+    for child in dict.fromkeys(child for module in modules for child in module.modules()):
+        own = set(child.parameters(recurse=False))
+        if own <= left if own else not parameters:
+            _fill(child, seed)
+            left -= own
         else:
-            _default_init(child, seed)
+            assert own.isdisjoint(left), f"parameters of one {type(child).__name__} are in several units"
+
+
+def _fill(module: nn.Module, seed: int) -> None:
+    """What the module itself holds."""
+    if isinstance(module, Initializable):
+        module.init_parameters(seed)
+    else:
+        _default_init(module, seed)

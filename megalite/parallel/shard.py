@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from megalite.mpu import Axis, ParallelState
 
@@ -44,7 +45,8 @@ class Shard:
     group: which ranks share it, dense (dp x cp) or expert (edp), see `copies_axis`. tied_to: the name of the parameter
     that this one is a copy of (on another stage; its own name when the whole stage is a copy). decay: whether weight
     decay applies. run: elements [begin, end) of this rank's part, flattened, where the part itself is divided among the
-    ranks with the same one (ZeRO); the tensor is then those elements, [end - begin].
+    ranks with the same one (ZeRO); the tensor is then those elements, [end - begin]. kept: those of a whole part that
+    this rank will keep, while it is about to be divided: no others need an initial value.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Shard:
     tied_to: str | None = None
     decay: bool = True
     run: tuple[int, int] | None = None
+    kept: tuple[int, int] | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -100,12 +103,23 @@ class Shard:
 
     def is_saver(self, mpu: ParallelState) -> bool:
         """Whether this rank, of all ranks, is the one that stores the parameter (its own run of it, if divided)."""
-        return (self.run is not None or copies_axis(self.group, mpu).is_first) and self.is_owner(mpu)
+        same = replicas_axis(self.group, mpu) if self.run is not None else copies_axis(self.group, mpu)
+        return same.is_first and self.is_owner(mpu)
 
 
 def copies_axis(group: Group, mpu: ParallelState) -> Axis:
     """The ranks that hold the same part of a parameter of `group` for different data: its gradient is their sum."""
     return mpu.edp if group == "expert" else mpu.dp_cp
+
+
+def slices_axis(group: Group, mpu: ParallelState) -> Axis:
+    """Of these ranks, those among which ZeRO divides the part."""
+    return mpu.expert_shard if group == "expert" else mpu.shard
+
+
+def replicas_axis(group: Group, mpu: ParallelState) -> Axis:
+    """Of these ranks, those that have the same slice of the part."""
+    return mpu.expert_shard_replica if group == "expert" else mpu.shard_replica
 
 
 def _rectangles(
@@ -241,21 +255,32 @@ class ShardedModule(nn.Module):
 
 
 def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every meta parameter of `module` memory in `dtype` on `device`.
+    """Gives every meta parameter and buffer of `module` memory on `device`, parameters in `dtype`.
 
-    Buffers get theirs in at least float32, those of integers in their own dtype; whoever made them gives them values.
-    Parameters that shared a storage share one again, in the same places; a parameter used by two modules stays one.
+    Parameters that shared a storage share one again, in the same places. What they hold is zero.
     """
-    fresh: dict[nn.Parameter, nn.Parameter] = {}
     for group in storage_groups([p for p in module.parameters() if p.is_meta]):
-        fresh.update(zip(group, _side_by_side(group, device, dtype), strict=True))
+        give_memory(group, torch.zeros(sum(p.numel() for p in group), device=device, dtype=dtype))
+    materialize_buffers(module, device, dtype)
+
+
+def materialize_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every meta buffer zeros in at least float32, integers in their own dtype; who made it gives it values."""
+    wide = torch.promote_types(dtype, torch.float32)
     for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None and parameter in fresh:
-                child._parameters[name] = fresh[parameter]
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                child._buffers[name] = _real_buffer(buffer, device, torch.promote_types(dtype, torch.float32))
+                child._buffers[name] = _real_buffer(buffer, device, wide)
+
+
+def give_memory(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
+    """Lays meta parameters one after another into flat `memory`; each stays the same object for all who refer to it."""
+    for parameter, part in zip(parameters, memory.split([p.numel() for p in parameters]), strict=True):
+        # .data: a change of the memory is not a change of the parameter in the eyes of autograd
+        real = nn.Parameter(part.view(parameter.shape).data, parameter.requires_grad)
+        for name, mark in vars(parameter).items():
+            setattr(real, name, mark)  # attributes are swapped as well
+        swap_tensors(parameter, real)
 
 
 def _real_buffer(meta: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

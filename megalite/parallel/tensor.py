@@ -169,13 +169,28 @@ class OutputPart:
 class _Part(ShardedModule):
     """Weight [out_local, in] and bias [out_local] of one output part, as views of the layer's storage."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, cut: Cut, shape: tuple[int, int], replicas: Axis | None):
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        cut: Cut,
+        shape: tuple[int, int],
+        replicas: Axis | None,
+        init_std: float,
+    ):
         super().__init__()
+        self.init_std = init_std
         partial = (replicas,) if replicas is not None else ()
         self.weight = set_shard(nn.Parameter(weight), Shard("weight", shape, (cut,), partial))
         self.bias = None
         if bias is not None:
             self.bias = set_shard(nn.Parameter(bias), Shard("bias", shape[:1], (cut,), partial, decay=False))
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight N(0, init_std^2) by global name and index, bias zero."""
+        normal_(self.weight, seed, self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self) -> Tensor:
         """A part is computed by the layer that holds it."""
@@ -200,7 +215,7 @@ class FusedColumnParallelLinear(ShardedModule):
         init_std: float = 0.02,
     ):
         super().__init__()
-        self.axis, self.init_std = axis, init_std
+        self.axis = axis
         self.enter = "gather" if sequence_parallel else "copy"
         self.queue = WeightGradQueue()
         cuts = {name: Cut(axis, 0, part.segments(axis)) for name, part in parts.items()}
@@ -209,23 +224,15 @@ class FusedColumnParallelLinear(ShardedModule):
         biases = torch.zeros(sum(self.sizes)).split(self.sizes) if bias else [None] * len(parts)
         for (name, part), weight, one_bias in zip(parts.items(), weights, biases, strict=True):
             shape = (part.num_units * part.unit, in_features)
-            self.add_module(name, _Part(weight, one_bias, cuts[name], shape, part.replicas))
+            self.add_module(name, _Part(weight, one_bias, cuts[name], shape, part.replicas, init_std))
+            init_unless_meta(self.part(name))
         self._names = list(parts)
-        init_unless_meta(self)
 
     def part(self, name: str) -> _Part:
         """The holder of one part's weight and bias."""
         part = getattr(self, name)
         assert isinstance(part, _Part)
         return part
-
-    def init_parameters(self, seed: int) -> None:
-        """Weights N(0, init_std^2) by global name and index, biases zero."""
-        for name in self._names:
-            part = self.part(name)
-            normal_(part.weight, seed, self.init_std)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., in] -> [.., sum(sizes)]."""

@@ -30,7 +30,8 @@ from megalite.testing.world import World
 from megalite.train.build import build_training
 from megalite.train.step import Training, train_step
 
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "muon")
+"""The first two in every proof, the last one where the config names it."""
 SCALARS = ("loss", "grad_norm", "tokens")
 TOLERANCE = 1e-9
 WrapData = Callable[[SampleSource, int], SampleSource]
@@ -75,11 +76,11 @@ def prove_layouts(
 ) -> Iterator[LayoutDifference]:
     """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
 
-    Everything is float64 with ragged loss masks; gradients are compared before clipping. `folder` keeps the
-    references, one for a config: a second proof of the same one finds it there. The config's own model runs; only the
-    layout and the micro-batch size change. Each rank calls `setup` (a function at the top of a module) first, for
-    example to add an architecture to `MODELS`. `wrap_data`, another one, makes what is trained on from the dataset and
-    the seed.
+    If the config names another rule, that one, too. Everything is float64 with ragged loss masks; gradients are
+    compared before clipping. `folder` keeps the references, one for a config: a second proof of the same one finds it
+    there. The config's own model runs; only the layout and the micro-batch size change. Each rank calls `setup` (a
+    function at the top of a module) first, for example to add an architecture to `MODELS`. `wrap_data`, another one,
+    makes what is trained on from the dataset and the seed.
     """
     config = proof_config(config, num_steps)
     alone = Layout().apply(config)
@@ -133,7 +134,7 @@ def _steps(
     config: Config, mpu: ParallelState, num_steps: int, wrap_data: WrapData
 ) -> Iterator[tuple[str, Training, dict[str, float]]]:
     """(label, training after the step, its scalars) for every step of both optimizers."""
-    for optimizer in OPTIMIZERS:
+    for optimizer in dict.fromkeys((*OPTIMIZERS[:2], config.optim.name)):
         optim = dataclasses.replace(config.optim, name=optimizer)
         training = build_training(
             dataclasses.replace(config, optim=optim),

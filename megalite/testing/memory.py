@@ -11,31 +11,34 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of the storages that operations made inside of it and that are still referenced: now, and at most."""
+    """Bytes of the storages that operations made inside of it and that are still referenced: now, and at most.
+
+    A storage that is resized counts with what it has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
+        self.peak = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes at this moment."""
+        found = ((key, live()) for key, live in list(self._live.items()))
+        return sum(storage.nbytes() for _, storage in found if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and counts the storages that it made."""
         out = func(*args, **(kwargs or {}))
-        known = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known | self._seen:
-                self._add(leaf.untyped_storage())
+            if _has_memory(leaf) and leaf.untyped_storage()._cdata not in known | self._live.keys():
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                self._live[key] = weakref.ref(storage, lambda _, key=key: self._live.pop(key, None))
+        self.peak = max(self.peak, self.now)
         return out
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key, size)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+def _has_memory(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_meta

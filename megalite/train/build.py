@@ -20,9 +20,9 @@ from megalite.nn.router import Router
 from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.scaler import LossScaler
-from megalite.parallel.data import DataParallel
-from megalite.parallel.random import initialize
-from megalite.parallel.shard import mark_copies, materialize
+from megalite.parallel.data import DataParallel, Fresh, Unit
+from megalite.parallel.random import initialize, initialize_held
+from megalite.parallel.shard import mark_copies, materialize, materialize_buffers, name_parameters
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.plan import Plan
 from megalite.pipeline.schedule import make_plan
@@ -75,15 +75,19 @@ def build_stages(
 ) -> dict[int, Transformer]:
     """This rank's stages, by their numbers in `plan`; `layers` are those of each stage of the model.
 
+    Their buffers are there; parameters are on the meta device until `DataParallel` adopts them as `fresh_units` says.
     Stages of the plan's second chain are copies: the rank that holds the original counts and saves their parameters.
     Tied weights are one parameter where both ends of the model lie on one rank.
     """
     stages: dict[int, Transformer] = {}
     for number in plan.stages_of(mpu.pp.rank):
         index = plan.model_stage(number)
-        stages[number] = build_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
+        stage = stages[number] = _describe(config, mpu, StageSpec(index, plan.num_stages, layers[index]))
+        name_parameters(stage)
+        materialize_buffers(stage, device, config.train.dtype)
+        initialize_held([stage], (), config.train.seed)
         if number != index:
-            mark_copies(stages[number])
+            mark_copies(stage)
     first = next((stage for stage in stages.values() if stage.stage.is_first), None)
     last = next((stage for stage in stages.values() if stage.stage.is_last), None)
     if config.model.tie_embeddings and first is not None and last is not None and first is not last:
@@ -91,10 +95,27 @@ def build_stages(
     return stages
 
 
+def fresh_units(train: TrainConfig, device: torch.device) -> Fresh:
+    """Parameters in the precision of the run, with the initial values of its seed."""
+
+    def fill(unit: Unit) -> None:
+        initialize_held(unit.modules, unit.parameters, train.seed)
+
+    return Fresh(device, train.dtype, fill)
+
+
 def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: torch.device) -> Transformer:
-    """A stage, built on the meta device and given memory and values shard by shard."""
+    """A stage with all its parameters, whole."""
+    stage = _describe(config, mpu, spec)
+    materialize(stage, device, config.train.dtype)
+    initialize(stage, config.train.seed)
+    return stage
+
+
+def _describe(config: Sections, mpu: ParallelState, spec: StageSpec) -> Transformer:
+    """A stage on the meta device."""
     with torch.device("meta"):
-        stage = MODELS[config.model.name](
+        return MODELS[config.model.name](
             config.model,
             mpu,
             spec,
@@ -102,11 +123,9 @@ def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: t
             recompute=config.train.recompute,
             sequence_chunk=config.train.sequence_chunk,
             recompute_stash=config.train.recompute_stash,
+            recompute_cut_input=config.train.recompute_cut_input,
             seed=config.train.seed,
         )
-    materialize(stage, device, config.train.dtype)
-    initialize(stage, config.train.seed)
-    return stage
 
 
 def build_training(
@@ -134,6 +153,7 @@ def build_training(
             queue=stage.queue,
             reduce_dtype=_reduce_dtype(config.train),
             copied=plan.num_chains > 1,
+            fresh=fresh_units(config.train, device),
         )
         for i, stage in stages.items()
     }

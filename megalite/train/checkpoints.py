@@ -12,6 +12,7 @@ from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
+from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import Shard, buffer_tensors
 from megalite.train.config import TrainConfig
 from megalite.train.step import Training
@@ -118,13 +119,16 @@ class RunCheckpoints:
         return Path(start)
 
     def _load(self, path: Path) -> Manifest:
-        manifest = store.load(path, self._tensors(), self._mpu)
+        optimizer = self._training.optimizer
+        # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
+        manifest = store.load(path, self._tensors(), self._mpu, optional=[MASTER])
+        if MASTER not in manifest.kinds:
+            optimizer.refresh_master()
         updates = manifest.state.get("updates")
         if type(updates) is not int:
             raise ResumeError(
                 f"{path} does not say how many updates the optimizer has made: it is not of a training run"
             )
-        optimizer = self._training.optimizer
         optimizer.steps = updates
         if optimizer.scaler is not None and "loss_scaler" in manifest.state:
             optimizer.scaler.restore(manifest.state["loss_scaler"])

@@ -40,6 +40,9 @@ class TrainConfig:
     selective: with some of attention,mlp,norm. Changes memory and speed, never a bit of the result."""
     recompute_stash: bool = False
     """Keep the results of sums and exchanges between ranks: what is computed again is not communicated again."""
+    recompute_cut_input: bool = False
+    """Without parallel.sequence_parallel, keep on each tensor-parallel rank only its part of the inputs from which
+    backward computes again, and gather them then."""
     resume: str = "none"
     """Continue a run: none (a non-empty run folder is refused), auto (its latest checkpoint if there is one),
     or a checkpoint folder."""
@@ -95,6 +98,8 @@ class TrainConfig:
             found.append(problem)
         if self.recompute_stash and self.recompute == "none":
             found.append("train.recompute_stash=true: nothing is computed again; set train.recompute, or leave it off")
+        if self.recompute_cut_input and self.recompute in ("none", "selective:norm"):
+            found.append("train.recompute_cut_input=true: no inputs are kept to compute from; set train.recompute")
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
             found.append(f"train.profile_steps={self.profile_steps} must be a first and a last step from 1")
         if any(step < 1 for step in self.record_router):

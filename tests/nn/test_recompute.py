@@ -13,10 +13,12 @@ from torch import Tensor
 
 from megalite.config import Config
 from megalite.layout import parse_layout
-from megalite.mpu import ParallelState
+from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.recompute import Recompute, region, without_keeping
 from megalite.parallel.data import main_grad
 from megalite.parallel.shard import shard_of
+from megalite.testing.layouts import prove_layouts
+from megalite.testing.memory import LiveMemory
 from megalite.testing.world import World
 from megalite.train.build import build_training
 from megalite.train.step import train_step
@@ -78,6 +80,58 @@ def test_no_bit_changes_on_several_ranks(model: str, layout: str, tokens: str, t
 
 def _with(config: Config, kind: str, stash: bool) -> Config:
     return replace(config, train=replace(config.train, recompute=kind, recompute_stash=stash))
+
+
+def _cut(config: Config, kind: str) -> Config:
+    return replace(config, train=replace(config.train, recompute=kind, recompute_cut_input=True))
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt2", "tp2+pp2:zb_h1"), ("moe-gpt2", "tp2+etp2+dp2+zero3")])
+def test_inputs_that_are_cut_change_no_bit(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    place = parse_layout(layout)
+    plain = place.apply(_config(model, tokens, tmp_path, "none"))
+    others = [_cut(plain, "full"), _cut(plain, "selective:attention,mlp,norm")]
+    for found in world.run(_compare_losses, plain, others, layout=place.parallel, ranks=place.num_ranks):
+        assert not found
+
+
+def _compare_losses(mpu: ParallelState, plain: Config, others: list[Config]) -> list[str]:
+    """What differs in the third loss or gradient norm, to the bit."""
+
+    def third(config: Config) -> tuple[float, float]:
+        training = build_training(config, mpu, CPU)
+        results = [train_step(training, step) for step in range(3)]
+        return results[-1].loss, results[-1].grad_norm
+
+    expected = third(plain)
+    return [config.train.recompute for config in others if third(config) != expected]
+
+
+def test_a_cut_input_leaves_nothing_for_the_loss_to_depend_on(tokens: str, tmp_path: Path, world: World) -> None:
+    config = config_for("gpt2", tokens, tmp_path, recompute="full", recompute_cut_input=True)
+    (difference,) = prove_layouts(config, [parse_layout("tp2+recompute:full")], world, tmp_path, num_steps=2)
+    assert difference.passed, difference.first_diff
+
+
+def _kept_and_sent(mpu: ParallelState, rows: int) -> tuple[int, int, bool]:
+    """Bytes between forward and backward, bytes sent, whether the gradient is right."""
+    start = torch.rand(rows, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    mpu.reset_stats()
+    with LiveMemory() as memory:
+        out = region(lambda x: x.exp().sin().sum(), start * 2.0, cut_over=mpu.tp)
+        kept = memory.now - out.nbytes
+        out.backward()
+    expected = start.detach().clone().requires_grad_()
+    (expected * 2.0).exp().sin().sum().backward()
+    assert start.grad is not None and expected.grad is not None
+    return kept, mpu.tp.stats.bytes_sent, torch.equal(start.grad, expected.grad)
+
+
+@pytest.mark.parametrize("rows", [64, 1])
+def test_a_cut_input_is_kept_once_over_all_ranks(rows: int, world: World) -> None:
+    part = -(-rows * 8 // 3) * 4
+    for found in world.run(_kept_and_sent, rows, layout=ParallelConfig(tp=3), ranks=3):
+        assert found == (part, 2 * part, True)
 
 
 def test_parsing() -> None:

@@ -24,9 +24,9 @@ def test_parsing() -> None:
 def test_runs_are_few_and_cover_the_segment() -> None:
     names = ("layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b")
     (segment,) = adopt(SINGLE, *(whole(name, torch.ones(3, 5)) for name in names)).segments
-    (run,) = runs_of(segment, (), 0.1)
+    (run,) = runs_of(segment, (), 0.1, lambda shard: False)
     assert (run.start, run.stop, run.lr, run.weight_decay) == (0, segment.param.numel(), 1.0, 0.1)
-    runs = runs_of(segment, [Group("layers.0.*", 2.0), Group("*.a", 3.0, 0.0)], 0.1)
+    runs = runs_of(segment, [Group("layers.0.*", 2.0), Group("*.a", 3.0, 0.0)], 0.1, lambda shard: False)
     assert [(run.start, run.stop, run.lr, run.weight_decay) for run in runs] == [
         (0, 128, 2.0, 0.1), (128, 192, 3.0, 0.0), (192, 256, 1.0, 0.1),
     ]  # fmt: skip

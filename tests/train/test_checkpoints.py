@@ -4,12 +4,13 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint import store
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.data.config import DataConfig
@@ -27,7 +28,7 @@ from tests.train.fakes import FakeConfig
 
 def make(
     run_dir: Path, *, resume: str = "none", load: str | None = None, seed: int = 1, batch: int = 4, data: str = "d",
-    num_steps: int = 9,
+    num_steps: int = 9, master_weights: Literal["fp32", "none"] = "fp32",
 ):  # fmt: skip
     """A bf16 linear layer under AdamW, so that there are master weights and moments, and its checkpoints."""
     mpu = ParallelState.single()
@@ -37,7 +38,7 @@ def make(
     layer.register_buffer("scratch", torch.zeros(3), persistent=False)
     name_parameters(layer)
     data_parallel = DataParallel([Unit("layer", list(layer.parameters()))], mpu, queue=WeightGradQueue())
-    optimizer = Optimizer(OptimConfig(weight_decay=0.1), [data_parallel], mpu)
+    optimizer = Optimizer(OptimConfig(weight_decay=0.1, master_weights=master_weights), [data_parallel], mpu)
     training = SimpleNamespace(
         mpu=mpu, stages={0: layer}, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
         datasets=SimpleNamespace(fingerprint=data), num_skipped=0,
@@ -159,3 +160,34 @@ def test_a_new_run_takes_over_the_state_of_another_one(tmp_path: Path) -> None:
     assert fresh.find() is None and fresh.load_start() == tmp_path / "old"
     assert_equal(old, new)
     assert make(tmp_path / "new")[0].load_start() is None
+
+
+def test_master_weights_may_go_and_come(tmp_path: Path) -> None:
+    checkpoints, first = make(tmp_path / "masters")
+    train(first, range(3))
+    saved = checkpoints.save(3)
+    without, second = make(tmp_path / "none", master_weights="none")
+    without.load(saved)
+    kept = everything(first)
+    assert kept.pop("master") and all(
+        torch.equal(a, b)
+        for kind, tensors in everything(second).items()
+        for a, b in zip(kept[kind], tensors, strict=True)
+    )
+    train(second, range(3, 5))
+    back, third = make(tmp_path / "back")
+    back.load(without.save(5))
+    found, expected = everything(third), everything(second)
+    for weight, master in zip(expected["parameter"], found["master"], strict=True):
+        assert master.dtype == torch.float32 and torch.equal(weight.float(), master)
+    assert all(torch.equal(a, b) for a, b in zip(found["exp_avg_sq"], expected["exp_avg_sq"], strict=True))
+    assert third.optimizer.steps == 5
+
+
+def test_other_state_may_not_be_missing(tmp_path: Path) -> None:
+    checkpoints, training = make(tmp_path)
+    tensors = {"parameter": training.data_parallels[0].state_tensors()["parameter"]}
+    tensors |= buffer_tensors(training.layer)
+    folder = store.save(tmp_path, 1, tensors, {"updates": 1}, training.mpu)
+    with pytest.raises(CheckpointError, match=r"exp_avg.* is not in the checkpoint"):
+        checkpoints.load(folder)
