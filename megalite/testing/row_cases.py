@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.kernels.triton import activation
+from megalite.kernels.triton import activation, norm
 from megalite.testing.kernel_cases import KernelCase
 
 _ROWS = 4
@@ -16,7 +16,7 @@ _ROWS = 4
 
 def row_cases() -> list[KernelCase]:
     """All cases; the first of each operation has the sizes of an 8B model."""
-    return [*_activation_cases()]
+    return [*_activation_cases(), *_norm_cases(), *_dropout_cases()]
 
 
 def _activation_cases() -> list[KernelCase]:
@@ -33,16 +33,31 @@ def _activation_cases() -> list[KernelCase]:
     ]
 
 
-def _case(name: str, function: Callable[..., Any], inputs: Sequence[Tensor], **requirements: Any) -> KernelCase:
-    """`function(*inputs)`, and its backward if an input has a gradient."""
+def _norm_cases() -> list[KernelCase]:
+    cases = []
+    for width in (4096, 128, 2880, 8192, 16384):
+        x, residual, weight, bias = _rows(width), _rows(width), _vector(width), _vector(width)
+        cases += [
+            _case(f"rms_norm {width}", norm.rms_norm, [x, weight], eps=1e-5),
+            _case(f"layer_norm {width}", norm.layer_norm, [x, weight, bias], eps=1e-5),
+            _case(f"rms_norm_add {width}", norm.rms_norm_add, [x, residual, weight], eps=1e-5),
+            _case(f"layer_norm_add {width}", norm.layer_norm_add, [x, residual, weight, bias], eps=1e-5),
+        ]
+    return cases
+
+
+def _case(
+    name: str, function: Callable[..., Any], inputs: Sequence[Tensor], narrow: Iterable[str] = (), **options: Any
+) -> KernelCase:
+    """`function(*inputs, **options)`, and its backward if an input has a gradient."""
 
     def run() -> None:
-        outputs = function(*inputs)
+        outputs = function(*inputs, **options)
         if any(x.requires_grad for x in inputs):
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
 
-    return KernelCase(name=name, run=run, **requirements)
+    return KernelCase(name=name, run=run, narrow=frozenset(narrow))
 
 
 def _rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
