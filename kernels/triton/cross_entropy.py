@@ -42,13 +42,12 @@ def _ce_stats(logits: Tensor, targets: Tensor, with_sum: bool) -> Tensor:
     pieces = max(1, triton.cdiv(width, row["PIECE"]))
     stats = torch.empty(4, count, dtype=accumulator_dtype(logits.dtype), device=logits.device)
     partial = stats if pieces == 1 else torch.empty(pieces, *stats.shape, dtype=stats.dtype, device=stats.device)
+    sizes = count, width, rows.stride(0)
     constants = dict(WITH_SUM=with_sum, ACC=accumulator(logits.dtype))
-    launch(
-        _stats, (count, pieces), row, rows, targets.contiguous(), partial, count, width, rows.stride(0), **constants
-    )  # fmt: skip
+    launch(_loss_stats, (count, pieces), row, rows, targets.contiguous(), partial, *sizes, **constants)
     if pieces > 1:
         merge = launch_row("ce_merge", logits.dtype)
-        launch(_merge, (triton.cdiv(count, merge["BLOCK"]),), merge, partial, stats, count, pieces)
+        launch(_merge_stats, (triton.cdiv(count, merge["BLOCK"]),), merge, partial, stats, count, pieces)
     return stats
 
 
@@ -65,7 +64,7 @@ def _ce_grad_(
     count, width = rows.shape
     grid = (count * triton.cdiv(width, row["BLOCK"]),)
     launch(
-        _grad, grid, row, rows, targets.contiguous(), lse.contiguous(), grad.contiguous(), width, rows.stride(0),
+        _loss_grad, grid, row, rows, targets.contiguous(), lse.contiguous(), grad.contiguous(), width, rows.stride(0),
         SMOOTHING=smoothing, EVERYWHERE=smoothing / vocab_size, Z_LOSS=z_loss, ACC=accumulator(lse.dtype),
     )  # fmt: skip
     if rows.data_ptr() != logits.data_ptr():
@@ -89,7 +88,7 @@ def _exp(x):
 
 
 @triton.jit
-def _stats(
+def _loss_stats(
     logits, targets, partial, count, width, stride,
     WITH_SUM: tl.constexpr, ACC: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +120,7 @@ def _stats(
 
 
 @triton.jit
-def _merge(partial, stats, count, pieces, BLOCK: tl.constexpr):
+def _merge_stats(partial, stats, count, pieces, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
     top = tl.load(partial + row, mask=inside, other=0.0)
@@ -145,7 +144,7 @@ def _merge(partial, stats, count, pieces, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _grad(
+def _loss_grad(
     logits, targets, lse, grad, width, stride,
     SMOOTHING: tl.constexpr, EVERYWHERE: tl.constexpr, Z_LOSS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

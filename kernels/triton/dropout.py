@@ -71,7 +71,7 @@ def _bias_dropout_backward(
     grid = triton.cdiv(width, row["BLOCK"]), programs
     tokens = None if token_index is None else token_index.reshape(-1)
     sizes = count, width, dy.stride(0)
-    launch(_bias_grad, grid, row, dy, key, tokens, dx, partial, *sizes, **_constants(dout.dtype, p))
+    launch(_drop_grad, grid, row, dy, key, tokens, dx, partial, *sizes, **_constants(dout.dtype, p))
     return dx, partial.sum(0)
 
 
@@ -91,7 +91,7 @@ def _launch_forward(
     grid = triton.cdiv(width, row["BLOCK"]), triton.cdiv(count, row["ROWS"])
     tokens = None if token_index is None else token_index.reshape(-1)
     sizes = count, width, rows.stride(0), 0 if added is None else added.stride(0), feature_offset
-    launch(_forward, grid, row, rows, bias, added, key, tokens, out, *sizes, **_constants(x.dtype, p))
+    launch(_drop_add, grid, row, rows, bias, added, key, tokens, out, *sizes, **_constants(x.dtype, p))
 
 
 def _constants(dtype: torch.dtype, p: float) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _dropped(value, key, tokens, row, features, count, SCALE: tl.constexpr, THRE
 
 
 @triton.jit
-def _forward(
+def _drop_add(
     x, bias, residual, key, tokens, out, count, width, stride, residual_stride, feature_offset,
     SCALE: tl.constexpr, THRESHOLD: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def _forward(
 
 
 @triton.jit
-def _bias_grad(
+def _drop_grad(
     dout, key, tokens, dx, partial, count, width, stride,
     SCALE: tl.constexpr, THRESHOLD: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -43,7 +43,7 @@ def _squares(values, partial, count, BLOCK: tl.constexpr):
     for start in range(first, count, tl.num_programs(0).to(tl.int64) * BLOCK):
         place = start + tl.arange(0, BLOCK)
         # Squares in float64: no finite float32 overflows there, so a sum that is not finite means an input that is not.
-        value = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32).to(tl.float64)
+        value = tl.load(values + place, mask=place < count, other=0.0).to(tl.float64)
         total += value * value
     tl.store(partial + tl.program_id(0), tl.sum(total, 0))
 

@@ -91,12 +91,12 @@ def _launch_forward(
     arguments = rows, added, weight, bias, *outputs, count, width, *strides, eps
     constants = dict(LAYER=bias is not None, ACC=accumulator(x.dtype))
     if width > _WIDEST:
-        launch(_forward_wide, (count,), launch_row("norm_wide", x.dtype, width), *arguments, **constants)
+        launch(_norm_wide, (count,), launch_row("norm_wide", x.dtype, width), *arguments, **constants)
         return
     row = launch_row("norm", x.dtype, width)
     block, tile = _tile(width, row["TILE"])
     grid = (min(row["PROGRAMS"], triton.cdiv(count, tile)),)
-    launch(_forward, grid, row, *arguments, **constants, ROWS=tile, BLOCK=block)
+    launch(_norm_rows, grid, row, *arguments, **constants, ROWS=tile, BLOCK=block)
 
 
 def _backward_rows(
@@ -116,8 +116,9 @@ def _backward_rows(
     programs = min(row["PROGRAMS"], triton.cdiv(count, tile))
     dweight, dbias = _partials(programs, width, rstd, is_layer)
     strides = dout.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
+    sizes = count, width, *strides
     launch(
-        _backward, (programs,), row, dout, dtotal, x, weight, mean, rstd, dx, dweight, dbias, count, width, *strides,
+        _norm_rows_grad, (programs,), row, dout, dtotal, x, weight, mean, rstd, dx, dweight, dbias, *sizes,
         LAYER=is_layer, ACC=accumulator(x.dtype), ROWS=tile, BLOCK=block,
     )  # fmt: skip
     return dweight, dbias
@@ -139,13 +140,13 @@ def _backward_wide(
     strides = dout.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
     constants = dict(LAYER=is_layer, ACC=accumulator(x.dtype))
     launch(
-        _backward_wide_input, (count,), row, dout, dtotal, x, weight, mean, rstd, dx, width, *strides, **constants
+        _norm_wide_grad, (count,), row, dout, dtotal, x, weight, mean, rstd, dx, width, *strides, **constants
     )  # fmt: skip
     programs = min(columns["PROGRAMS"], triton.cdiv(count, columns["ROWS"]))
     dweight, dbias = _partials(programs, width, rstd, is_layer)
     grid = triton.cdiv(width, columns["BLOCK"]), programs
     sizes = count, width, dout.stride(0), x.stride(0)
-    launch(_backward_wide_sums, grid, columns, dout, x, mean, rstd, dweight, dbias, *sizes, **constants)
+    launch(_norm_wide_sums, grid, columns, dout, x, mean, rstd, dweight, dbias, *sizes, **constants)
     return dweight, dbias
 
 
@@ -217,7 +218,7 @@ _add_norm.register_autograd(_backward_add_norm, setup_context=_save_add_norm)
 
 
 @triton.jit
-def _forward(
+def _norm_rows(
     x, residual, weight, bias, out, total, mean, rstd, count, width, stride, residual_stride, eps,
     LAYER: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +249,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_rows_grad(
     dout, dtotal, x, weight, mean, rstd, dx, dweight, dbias, count, width, dout_stride, dtotal_stride, stride,
     LAYER: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -294,7 +295,7 @@ def _summed(x, residual, total, columns, width, ACC: tl.constexpr):
 
 
 @triton.jit
-def _forward_wide(
+def _norm_wide(
     x, residual, weight, bias, out, total, mean, rstd, count, width, stride, residual_stride, eps,
     LAYER: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -331,7 +332,7 @@ def _forward_wide(
 
 
 @triton.jit
-def _backward_wide_input(
+def _norm_wide_grad(
     dout, dtotal, x, weight, mean, rstd, dx, width, dout_stride, dtotal_stride, stride,
     LAYER: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -364,7 +365,7 @@ def _backward_wide_input(
 
 
 @triton.jit
-def _backward_wide_sums(
+def _norm_wide_sums(
     dout, x, mean, rstd, dweight, dbias, count, width, dout_stride, stride,
     LAYER: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

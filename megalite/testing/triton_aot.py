@@ -164,6 +164,11 @@ def capture(target: str = "sm_90") -> Iterator[list[Report]]:
         driver._active = before
 
 
+def stub_driver(target: str) -> Any:
+    """A triton driver for `target` that launches nothing."""
+    return _StubDriver(_gpu_target(target))
+
+
 def _gpu_target(name: str) -> GPUTarget:
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name[3:]), 32)

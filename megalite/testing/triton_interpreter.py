@@ -48,6 +48,7 @@ def repair() -> None:
     _BUILDER.repaired = True
     _INTERPRETER._convert_float = _rounding(_INTERPRETER._convert_float)
     _BUILDER.create_dot = _widening(_BUILDER.create_dot)
+    _BUILDER.create_splat = _keeping_booleans(_BUILDER.create_splat)
     for name in ("binary_op", "unary_op", "ternary_op"):
         setattr(_BUILDER, name, _refusing_bfloat16(getattr(_BUILDER, name)))
     if driver._active is None:
@@ -129,6 +130,16 @@ def _widening(dot: Callable[..., Any]) -> Callable[..., Any]:
         return dot(self, _wide(a), _wide(b), *rest)
 
     return widened
+
+
+def _keeping_booleans(splat: Callable[..., Any]) -> Callable[..., Any]:
+    """`create_splat` of a comparison of floats, which bears their dtype, as what it is."""
+
+    def kept(self: Any, shape: Any, handle: Any) -> Any:
+        is_truth = handle.data.dtype == np.bool_
+        return splat(self, shape, _INTERPRETER.TensorHandle(handle.data, tl.int1) if is_truth else handle)
+
+    return kept
 
 
 def _wide(handle: Any) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megalite.testing.kernel_baseline import BASELINE
 from megalite.testing.kernel_cases import KernelCase
 from megalite.testing.row_cases import row_cases
 from megalite.testing.triton_aot import TARGETS
+
+COMPARED = {public.case for public in BASELINE}
 
 
 def rows() -> list[object]:
@@ -25,3 +28,12 @@ def rows() -> list[object]:
 def test_compiles_well(case: KernelCase, target: str) -> None:
     reports = case.compile(target)
     assert case.faults(reports) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in row_cases() if c.name in COMPARED], ids=lambda c: c.name)
+def test_never_worse_than_the_public_kernels(case: KernelCase) -> None:
+    reports = {report.name: report for report in case.compile("sm_90")}
+    for public in BASELINE:
+        if public.case == case.name:
+            assert not public.beats(reports[public.kernel]), f"{public} is better than {reports[public.kernel]}"
