@@ -19,6 +19,7 @@ from rich.table import Table
 
 from megalite.testing.kernel_baseline import BASELINE, PublicKernel
 from megalite.testing.kernel_cases import KernelCase
+from megalite.testing.matrix_cases import matrix_cases
 from megalite.testing.row_cases import row_cases
 from megalite.testing.triton_aot import LIMITS, TARGETS, Report
 
@@ -30,7 +31,7 @@ def main() -> None:
     unknown = [target for target in targets if target not in LIMITS]
     if unknown:
         sys.exit(f"kernel_table.py: --target {unknown[0]} is unknown; known are {', '.join(LIMITS)}")
-    cases = [case for case in row_cases() if arguments.case in case.name]
+    cases = [case for case in (*row_cases(), *matrix_cases()) if arguments.case in case.name]
     rows = list(_compile(cases, targets))
     _print(rows, Console(width=None if sys.stdout.isatty() else 160))
     if arguments.json is not None:

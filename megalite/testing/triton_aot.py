@@ -86,7 +86,7 @@ class Report:
     mma: str
     """Matrix instructions: "", mma, wgmma, tcgen05 or mfma."""
     load_bits: Mapping[int, int]
-    """Global loads in the code by bits of a thread's access."""
+    """Global loads in the code, also those to shared memory, by bits of a thread's access."""
     store_bits: Mapping[int, int]
     """Global stores likewise."""
     async_copy: str
@@ -202,7 +202,7 @@ def _read_cuda(kernel: Any, limits: Limits) -> dict[str, Any]:
         spill_loads=_count(operations, "LDL"),
         blocks_per_sm=_occupancy(limits, registers, 32 * kernel.metadata.num_warps, kernel.metadata.shared),
         mma=_first_found(ptx, {"tcgen05.mma": "tcgen05", "wgmma.mma_async": "wgmma", "mma.sync": "mma"}),
-        load_bits=_sass_bits(operations, "LDG"),
+        load_bits=_sass_bits(operations, "LDG", "LDGSTS"),
         store_bits=_sass_bits(operations, "STG"),
         async_copy=_first_found(ptx, {"cp.async.bulk.tensor": "tma", "cp.async": "cp.async"}),
         atomics=sum(_count(operations, name) for name in ("ATOMG", "ATOM", "RED", "REDG")),
@@ -234,10 +234,10 @@ def _first_found(text: str, names: Mapping[str, str]) -> str:
     return next((name for instruction, name in names.items() if instruction in text), "")
 
 
-def _sass_bits(operations: Mapping[str, int], name: str) -> dict[int, int]:
+def _sass_bits(operations: Mapping[str, int], *names: str) -> dict[int, int]:
     bits: Counter[int] = Counter()
     for operation, n in operations.items():
-        if operation.split(".")[0] == name:
+        if operation.split(".")[0] in names:
             width = re.search(r"\.[US]?(8|16|64|128|256)(?:\.|$)", operation)
             bits[int(width[1]) if width else 32] += n
     return dict(bits)

@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 from megalite.kernels.triton import launch
 from megalite.kernels.triton.launch import Launch, launch_row, launch_table
 from megalite.testing.kernel_cases import KernelCase
+from megalite.testing.matrix_cases import matrix_cases
 from megalite.testing.row_cases import row_cases
 from megalite.testing.triton_aot import TARGETS, stub_driver
 
@@ -34,10 +35,9 @@ def rows_used(cases: list[KernelCase], target: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_row_of_row_kernels_is_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = rows_used(row_cases(), target, monkeypatch)
-    arch, kernels = target.replace("_", ""), {row[0] for row in used}
-    groups = [rows for (kernel, at, _), rows in launch_table().items() if kernel in kernels and at == arch]
+def test_every_row_is_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = rows_used([*row_cases(), *matrix_cases()], target, monkeypatch)
+    groups = [rows for (_, arch, _), rows in launch_table().items() if arch == target.replace("_", "")]
     table = [row for rows in groups for row in rows]
     assert {(row.kernel, row.arch, row.dtype, row.up_to) for row in table} == used
 
