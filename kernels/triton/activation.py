@@ -199,13 +199,19 @@ def gelu_value(x):
 
 
 @triton.jit
+def silu_value(x):
+    """silu(x), and its derivative."""
+    share, rest = sigmoid_pair(x)
+    return x * share, share * (1.0 + x * rest)
+
+
+@triton.jit
 def gate_value(x, GELU: tl.constexpr):
     """gelu(x) or silu(x), and its derivative."""
     if GELU:
         value, slope = gelu_value(x)
     else:
-        share, rest = sigmoid_pair(x)
-        value, slope = x * share, share * (1.0 + x * rest)
+        value, slope = silu_value(x)
     return value, slope
 
 
@@ -242,7 +248,7 @@ def _weighted_forward(gate_up, probs, out, width, stride, ACC: tl.constexpr, BLO
     inside = columns < width
     g = tl.load(gate_up + row * stride + columns, mask=inside).to(ACC)
     u = tl.load(gate_up + row * stride + width + columns, mask=inside).to(ACC)
-    value, _ = gate_value(g, False)
+    value, _ = silu_value(g)
     tl.store(out + row * width + columns, value * u * tl.load(probs + row).to(ACC), mask=inside)
 
 
@@ -259,7 +265,7 @@ def _weighted_grad(
         dy = tl.load(dout + row * dout_stride + columns, mask=inside, other=0.0).to(ACC)
         g = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(ACC)
         u = tl.load(gate_up + row * stride + width + columns, mask=inside, other=0.0).to(ACC)
-        value, slope = gate_value(g, False)
+        value, slope = silu_value(g)
         total += value * u * dy
         tl.store(out + row * width + columns, value * u * prob, mask=inside)
         tl.store(dgate_up + row * 2 * width + columns, dy * prob * u * slope, mask=inside)
