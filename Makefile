@@ -9,12 +9,13 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-moe test test-all check format bench clean
+.PHONY: help install demo demo-moe test test-all kernels-36 check format bench clean
 
 help:
 	@echo "make demo      train a small GPT on real text on the CPU (about two minutes), then sample from it"
 	@echo "make demo-moe  the same with a mixture of experts, and a picture of where tokens go"
 	@echo "make test      the test suite (make test-all: with the full layout tables)"
+	@echo "make kernels-36  compile all kernels for all GPUs with triton 3.6 too"
 	@echo "make check     ruff, basedpyright, import-linter"
 	@echo "make bench     step time side by side with a plain PyTorch loop"
 	@echo "make install   only the virtual environment, in .venv"
@@ -55,10 +56,23 @@ endef
 
 # One thread: ranks of the test world share the cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not full' $(TEST_ARGS)
+	$(call pytest,-m 'not full')
 
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+	$(call pytest,)
+
+# Triton's interpreter and its compiler take a process each; a -k in TEST_ARGS may leave these nothing to do (5).
+define pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) $(TEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreter \
+	  $(1) $(TEST_ARGS) || [ $$? -eq 5 ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/aot $(1) $(TEST_ARGS) || [ $$? -eq 5 ]
+endef
+
+# The triton that many GPU machines have, in a folder of its own that goes before the installed one.
+kernels-36: $(STAMP)
+	@test -d .triton-3.6 || $(BIN)/python -m pip install --quiet --no-deps --target .triton-3.6 triton==3.6.0
+	PYTHONPATH=.triton-3.6 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/aot $(TEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ setup(
     python_requires=">=3.11",
     # megalite/kernels is a symlink to kernels/: find_packages follows it, so the kernels land in wheel and sdist.
     packages=find_packages(include=["megalite", "megalite.*"]),
-    package_data={"megalite": ["py.typed"]},
+    package_data={"megalite": ["py.typed"], "megalite.kernels.triton": ["*.csv"]},
     install_requires=[
         "torch>=2.9",
         # The CUDA build of torch asks for one exact triton, so no version that could contradict it is named here.

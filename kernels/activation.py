@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, 2020, arXiv:2002.05202) and GELU (tanh form), saving nothing but their inputs.
+"""SwiGLU, GeGLU (Shazeer, 2020, arXiv:2002.05202) and GELU (tanh form), saving nothing but their inputs.
 
 On a CPU the work goes through a cacheful of rows at a time, so temporaries never reach memory.
 """
@@ -23,6 +23,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_packed(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2f] that holds gate, then up: its gradient comes in one tensor too."""
     return _PackedSwiGLU.apply(gate_up)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up in the tanh form, [..., f] each; the two may be strided halves of one tensor."""
+    return gelu(gate) * up
+
+
+def geglu_packed(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up in the tanh form for gate_up [..., 2f] that holds gate, then up."""
+    gate, up = gate_up.chunk(2, -1)
+    return geglu(gate, up)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:

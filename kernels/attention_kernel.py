@@ -66,6 +66,18 @@ class AttentionKernel:
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads)
         return dq, dk, dv
 
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout: AttentionDropout | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The function `attend`, for a backend that makes all of it in fewer passes; `dropout` drops something."""
+        return _Attend.apply(q, k, v, sinks, mask, self, dropout)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockKernel(AttentionKernel):
@@ -118,7 +130,7 @@ def attend(
     sinks: [heads], a learned logit of each head, see `add_sinks_`.
     """
     dropout = dropout if dropout is not None and dropout.p > 0.0 else None
-    return _Attend.apply(q, k, v, sinks, mask, kernel, dropout)
+    return kernel.attend(q, k, v, mask, dropout, sinks)
 
 
 class _Attend(torch.autograd.Function):

@@ -7,9 +7,9 @@ start_i .. i and nothing else. Three integers a token say so; a mask of the size
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class AttentionMask:
     """[sq, b]: the first place that it sees."""
     key: Tensor
     """[sk, b]: the place of each key in its row."""
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What a backend made of the mask and wants to find again, by a name of its own."""
 
     @cached_property
     def columns(self) -> tuple[Columns, ...]:

@@ -18,6 +18,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
+def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm of the sum, the sum x + residual), the sum rounded before it is normalised; all of one shape."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(layer_norm of the sum, the sum x + residual), the sum rounded before it is normalised; all of one shape."""
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total
+
+
 class _RMSNorm(torch.autograd.Function):
     """Saves its input and one number a row."""
 

@@ -100,12 +100,20 @@ def rope_tables(
     return cos, sin
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotates each pair (x[i], x[i + r/2]) of x [s, b, heads, d] by its angle; tables [s, b, r/2], r <= d.
 
-    Features from r on pass through. The result has x's dtype and is contiguous.
+    `interleaved`: pairs are (x[2i], x[2i + 1]). Features from r on pass through. The result has x's dtype and is
+    contiguous.
     """
-    return _Rope.apply(x, cos, sin)
+    return _Rope.apply(x, cos, sin) if not interleaved else _rope_interleaved(x, cos, sin)
+
+
+def _rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs are taken apart, rotated as halves, and put together again."""
+    r = 2 * cos.shape[-1]
+    turned = _Rope.apply(x[..., :r].unflatten(-1, (-1, 2)).mT.flatten(-2), cos, sin)
+    return torch.cat((turned.unflatten(-1, (2, -1)).mT.flatten(-2), x[..., r:]), -1)
 
 
 def rotate_rows_(rows: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -7,13 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megalite.kernels.grad_norm import sum_of_squares
 from megalite.mpu import ParallelState
 from megalite.parallel.data import DataParallel, Segment
 from megalite.parallel.shard import shard_of, slices_axis
-
-_CHUNK = 1 << 18
-"""Elements squared at a time on the CPU, so that their float64 copy stays in the cache."""
-_CUDA_CHUNK = 1 << 24
 
 
 class GradNorm:
@@ -74,7 +71,7 @@ def _squares(segments: Sequence[Segment], mpu: ParallelState, device: torch.devi
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for segment in segments:
         for run in owned_runs(segment, mpu):
-            total += _sum_of_squares(segment.main_grad[run])
+            total += sum_of_squares(segment.main_grad[run])
         total += _not_finite(segment, mpu)
     return total
 
@@ -95,14 +92,6 @@ def _not_finite(segment: Segment, mpu: ParallelState) -> Tensor:
         if shard.tied_to is None and not shard.is_owner(mpu):
             found += 0.0 * segment.main_grad[span.start : span.end].sum(dtype=torch.float64)
     return found
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for part in values.split(_CUDA_CHUNK if values.is_cuda else _CHUNK):
-        wide = part.to(torch.float64)
-        total += torch.dot(wide, wide)
-    return total
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
