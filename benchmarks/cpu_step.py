@@ -13,42 +13,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from floor import GemmFloor
+from llama import LEARNING_RATE, LLAMA_32M, huggingface_llama, megalite_training
 from rich.console import Console
 from rich.table import Table
+from table import make_table
+from team import Team
 from torch import distributed as dist
 
-from megalite.config import Config
-from megalite.data.build import Datasets
-from megalite.data.config import DataConfig
-from megalite.data.gpt_dataset import Sample
 from megalite.layout import parse_layout
-from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
-from megalite.optim.config import OptimConfig
-from megalite.train.build import build_training
-from megalite.train.config import TrainConfig
-from megalite.train.run import choose_kernels
 from megalite.train.step import train_step
 
 SEQ_LEN, MICRO_BATCH = 512, 4
-MODEL = ModelConfig(num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1408, vocab_size=8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -66,55 +53,60 @@ class Case:
     layout: str = "single"
     num_microbatches: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.layout} {self.precision}"
+
     @property
     def ranks(self) -> int:
         """Processes."""
         return parse_layout(self.layout).num_ranks
 
 
-def megalite_step(case: Case) -> Callable[[], object]:
-    """One whole training step of megalite on this rank: what `Trainer` calls, in a process tuned as a run's is."""
-    layout = parse_layout(case.layout)
-    config = layout.apply(
-        Config(
-            model=case.model,
-            data=DataConfig(seq_len=SEQ_LEN),
-            optim=OptimConfig(lr=1e-4, schedule="constant"),
-            train=TrainConfig(
-                precision=case.precision,  # pyright: ignore[reportArgumentType]
-                micro_batch_size=MICRO_BATCH,
-                global_batch_size=MICRO_BATCH * case.num_microbatches,
-            ),
-        )
+class Step:
+    """A process's part of a case."""
+
+    def __init__(self, case: Case):
+        self._ranks = case.ranks
+        self._seconds = {"floor": _floor, "megalite": _megalite, "huggingface": _huggingface}[case.name](case)
+
+    def step(self) -> float:
+        """Seconds of a step."""
+        if self._ranks > 1:
+            dist.barrier()
+        return self._seconds()
+
+    def peak_mb(self) -> float:
+        """The most memory that this process has had."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _floor(case: Case) -> Callable[[], float]:
+    floor = GemmFloor(case.model, seq_len=SEQ_LEN, batch=MICRO_BATCH, dtype=DTYPES[case.precision])
+
+    def measure() -> float:
+        floor.measure()
+        return floor.seconds
+
+    return measure
+
+
+def _megalite(case: Case) -> Callable[[], float]:
+    """What `Trainer` calls, in a process tuned as a run's is."""
+    training = megalite_training(
+        case.model,
+        case.layout,
+        precision=case.precision,
+        seq_len=SEQ_LEN,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * case.num_microbatches,
     )
-    device, mpu = torch.device("cpu"), ParallelState.build(config.parallel)
-    choose_kernels(config, device)
-    samples = RandomTokens(case.model.vocab_size)
-    datasets = Datasets(train=samples, validation=None, tokenizer=None, summary=[], fingerprint="")
-    training = build_training(config, mpu, device, datasets=datasets)
-    return lambda: train_step(training, 0)
+    return lambda: _time(lambda: train_step(training, 0))
 
 
-def huggingface_step(case: Case) -> Callable[[], object]:
+def _huggingface(case: Case) -> Callable[[], float]:
     """The plain PyTorch loop of the same model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=case.model.vocab_size,
-            hidden_size=case.model.hidden_size,
-            intermediate_size=case.model.ffn_size,
-            num_hidden_layers=case.model.num_layers,
-            num_attention_heads=case.model.num_heads,
-            num_key_value_heads=case.model.kv_heads,
-            max_position_embeddings=SEQ_LEN,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
-    )
-    model.to(DTYPES[case.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model = huggingface_llama(case.model, SEQ_LEN).to(DTYPES[case.precision])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     tokens = torch.randint(0, case.model.vocab_size, (MICRO_BATCH, SEQ_LEN))
 
     def step() -> float:
@@ -124,158 +116,48 @@ def huggingface_step(case: Case) -> Callable[[], object]:
         optimizer.step()
         return loss.item()
 
-    return step
+    return lambda: _time(step)
 
 
-class RandomTokens:
-    """Uniform random rows."""
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, i: int, /) -> Sample:
-        row = np.random.default_rng(i).integers(0, self.vocab_size, SEQ_LEN + 1)
-        return Sample(row[:-1], row[1:], np.ones(SEQ_LEN, np.float32), np.arange(SEQ_LEN))
-
-
-def work(case: Case, rank: int, port: int, pipe: Connection) -> None:
-    """The body of a case's process: a step at each request, its peak memory when told to stop."""
-    try:
-        torch.set_num_threads(case.threads)
-        if case.ranks > 1:
-            address = f"tcp://127.0.0.1:{port}"
-            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=case.ranks)
-        step = _timed(case)
-        pipe.send(0.0)
-        while pipe.recv():
-            pipe.send(step())
-        pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        if case.ranks > 1:
-            dist.barrier()
-            dist.destroy_process_group()
-    except Exception:
-        pipe.send(traceback.format_exc())
-
-
-def _timed(case: Case) -> Callable[[], float]:
-    """A call that runs a step and returns its seconds."""
-    if case.name == "floor":
-        floor = GemmFloor(case.model, seq_len=SEQ_LEN, batch=MICRO_BATCH, dtype=DTYPES[case.precision])
-
-        def measure() -> float:
-            floor.measure()
-            return floor.seconds
-
-        return measure
-    step = megalite_step(case) if case.name == "megalite" else huggingface_step(case)
-
-    def timed() -> float:
-        if case.ranks > 1:
-            dist.barrier()
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-
-    return timed
-
-
-@dataclass
-class Team:
-    """The running processes of a case, and what they measured."""
-
-    case: Case
-    seconds: list[float] = field(default_factory=list)
-    peak_mb: float = 0.0
-
-    def __enter__(self) -> Team:
-        context = multiprocessing.get_context("spawn")
-        port, self._pipes, self._processes = _free_port(), [], []
-        # Read by OpenMP when a child loads it. Idle threads must leave the cores to the other cases: never ACTIVE,
-        # which spins for ever; without a policy they spin for about a millisecond.
-        os.environ["OMP_NUM_THREADS"] = str(self.case.threads)
-        os.environ.pop("OMP_WAIT_POLICY", None)
-        if self.case.ranks > 1:
-            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        for rank in range(self.case.ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(self.case, rank, port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._collect()
-        return self
-
-    def step(self) -> float:
-        """Seconds of a step, of the slowest rank."""
-        for pipe in self._pipes:
-            pipe.send(True)
-        return max(self._collect())
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            for pipe in self._pipes:
-                pipe.send(False)
-            self.peak_mb = max(self._collect())
-        for process in self._processes:
-            if kind is not None:
-                process.terminate()
-            process.join()
-
-    def _collect(self) -> list[float]:
-        answers = []
-        for pipe in self._pipes:
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                answer = "its process ended"
-            if isinstance(answer, str):
-                raise RuntimeError(f"{self.case.name} {self.case.layout} {self.case.precision}: {answer}")
-            answers.append(answer)
-        return answers
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _time(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 def race(cases: Sequence[Case], rounds: int, console: Console) -> list[dict[str, object]]:
     """Rows of the table for cases of one precision, the first of which is the floor."""
-    teams = [Team(case) for case in cases]
     with ExitStack() as stack:
-        for team in teams:
-            stack.enter_context(team)
-        with console.status(f"{cases[0].precision}: round 1 of {rounds}") as status:
+        teams = [
+            stack.enter_context(Team(str(case), Step, case, ranks=case.ranks, threads=case.threads)) for case in cases
+        ]
+        seconds: list[list[float]] = [[] for _ in cases]
+        with console.status("") as status:
             for number in range(rounds):
                 status.update(f"{cases[0].precision}: round {number + 1} of {rounds}")
-                for team in teams:
-                    team.seconds.append(team.step())
-    return _rows(teams)
+                for team, taken in zip(teams, seconds, strict=True):
+                    taken.append(max(team.ask("step")))
+        peaks = [max(team.ask("peak_mb")) for team in teams]
+    return _rows(cases, [min(taken) for taken in seconds], peaks)
 
 
-def _rows(teams: Sequence[Team]) -> list[dict[str, object]]:
-    floor, *others = teams
-    best = {id(team): min(team.seconds) / team.case.num_microbatches for team in teams}
-    (peer,) = (team for team in others if team.case.name == "huggingface")
+def _rows(cases: Sequence[Case], best: Sequence[float], peaks: Sequence[float]) -> list[dict[str, object]]:
+    floor, *seconds = [taken / case.num_microbatches for case, taken in zip(cases, best, strict=True)]
+    (peer,) = (taken for case, taken in zip(cases[1:], seconds, strict=True) if case.name == "huggingface")
     return [
         {
-            "name": team.case.name,
-            "dtype": team.case.precision,
-            "ranks": team.case.ranks,
-            "layout": team.case.layout,
-            "threads": team.case.threads,
-            "step_over_floor": best[id(team)] / best[id(floor)],
-            "ratio_to_hf": best[id(peer)] / best[id(team)],
-            "peak_mb": team.peak_mb,
-            "tokens_per_second": SEQ_LEN * MICRO_BATCH / best[id(team)],
-            "floor_seconds": best[id(floor)],
+            "name": case.name,
+            "dtype": case.precision,
+            "ranks": case.ranks,
+            "layout": case.layout,
+            "threads": case.threads,
+            "step_over_floor": taken / floor,
+            "ratio_to_hf": peer / taken,
+            "peak_mb": peak,
+            "tokens_per_second": SEQ_LEN * MICRO_BATCH / taken,
+            "floor_seconds": floor,
         }
-        for team in others
+        for case, taken, peak in zip(cases[1:], seconds, peaks[1:], strict=True)
     ]
 
 
@@ -292,17 +174,15 @@ def _cases(arguments: argparse.Namespace, precision: str) -> list[Case]:
 
 
 def _table(rows: Sequence[dict[str, object]]) -> Table:
-    table = Table(title=f"One training step, {SEQ_LEN * MICRO_BATCH} tokens a micro-batch")
     columns = {
         "name": "", "dtype": "", "layout": "", "ranks": "d", "threads": "d", "step_over_floor": ".2f",
         "ratio_to_hf": ".2f", "tokens_per_second": ",.0f", "peak_mb": ",.0f",
     }  # fmt: skip
-    heads = {"step_over_floor": "step / floor", "ratio_to_hf": "tokens/s over HF", "peak_mb": "peak MB"}
-    for column, form in columns.items():
-        table.add_column(heads.get(column, column.replace("_", " ")), justify="right" if form else "left")
-    for row in rows:
-        table.add_row(*(format(row[column], form) for column, form in columns.items()))
-    return table
+    heads = {
+        "step_over_floor": "step / floor", "ratio_to_hf": "tokens/s over HF", "tokens_per_second": "tokens/s",
+        "peak_mb": "peak MB",
+    }  # fmt: skip
+    return make_table(f"One training step, {SEQ_LEN * MICRO_BATCH} tokens a micro-batch", rows, columns, heads)
 
 
 def main() -> None:
@@ -313,10 +193,12 @@ def main() -> None:
     parser.add_argument("--num-microbatches", type=int, default=8, help="a step of several ranks (default 8)")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each case (default 3)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each case, all ranks")
-    parser.add_argument("--num-layers", type=int, default=MODEL.num_layers, help="for a quick look at a small model")
+    parser.add_argument(
+        "--num-layers", type=int, default=LLAMA_32M.num_layers, help="for a quick look at a small model"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
-    arguments.model = ModelConfig(**{**vars(MODEL), "num_layers": arguments.num_layers})
+    arguments.model = ModelConfig(**{**vars(LLAMA_32M), "num_layers": arguments.num_layers})
     console = Console() if sys.stdout.isatty() else Console(width=120)
     rows = [
         row for precision in arguments.dtypes for row in race(_cases(arguments, precision), arguments.rounds, console)

@@ -130,8 +130,9 @@ def _attention_products(model: ModelConfig, seq_len: int, batch: int, dtype: tor
         "keys": [lambda: torch.bmm(p.mT, q), lambda: torch.bmm(p_cols, q)],
     }
     flops = 2.0 * groups * rows * seq_len * model.head_size
-    # Two products of each kind in a layer (scores and dP, values and dQ, dK and dV), half of each below the diagonal.
-    count = 2 * model.num_layers * 0.5
+    # Two products of each kind in a layer (scores and dP, values and dQ, dK and dV), of each what is not above the
+    # diagonal.
+    count = 2 * model.num_layers * (seq_len + 1) / (2 * seq_len)
     return [Product(name=f"attention {n}", flops=flops, count=count, ways=calls) for n, calls in ways.items()]
 
 

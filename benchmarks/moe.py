@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from floor import GemmFloor, Product
 from rich.console import Console
 from rich.table import Table
+from table import make_table
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
@@ -330,17 +331,12 @@ def measure(setting: Setting, rounds: int) -> list[dict[str, object]]:
 
 
 def _table(rows: Sequence[dict[str, object]], tokens: int) -> Table:
-    table = Table(title=f"One MoE layer, forward and backward, {tokens} tokens")
     columns = {
         "name": "", "precision": "", "num_experts": "d", "top_k": "d", "routing": "", "max_over_mean_load": ".1f",
         "step_over_floor": ".2f", "over_best_peer": ".2f", "tokens_per_second": ",.0f",
     }  # fmt: skip
     heads = {"step_over_floor": "pass / floor", "over_best_peer": "best peer / pass", "max_over_mean_load": "max load"}
-    for column, form in columns.items():
-        table.add_column(heads.get(column, column.replace("_", " ")), justify="right" if form else "left")
-    for row in rows:
-        table.add_row(*(format(row[column], form) for column, form in columns.items()))
-    return table
+    return make_table(f"One MoE layer, forward and backward, {tokens} tokens", rows, columns, heads)
 
 
 def main() -> None:

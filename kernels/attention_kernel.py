@@ -20,6 +20,11 @@ class AttentionKernel:
     all it takes to be context-parallel. Backends also write their own `backward`.
     """
 
+    @property
+    def name(self) -> str:
+        """What the log calls it."""
+        return type(self).__name__
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
     ) -> tuple[Tensor, Tensor]:
@@ -82,6 +87,11 @@ class BlockKernel(AttentionKernel):
     """Factor on q k^T."""
     softcap: float = 0.0
     """Scores x become softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); 0 leaves them."""
+
+    @property
+    def name(self) -> str:
+        """As in `kernels.attention`."""
+        return "block"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None

@@ -35,6 +35,11 @@ class TorchKernel(AttentionKernel):
     cudnn: bool = False
     """Which kernel a GPU uses."""
 
+    @property
+    def name(self) -> str:
+        """As in `kernels.attention`."""
+        return "cudnn" if self.cudnn else "sdpa"
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
     ) -> tuple[Tensor, Tensor]:
@@ -111,6 +116,11 @@ class FlashAttnKernel(AttentionKernel):
     """Factor on q k^T."""
     softcap: float = 0.0
     """See `BlockKernel`."""
+
+    @property
+    def name(self) -> str:
+        """As in `kernels.attention`."""
+        return "flash_attn"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None

@@ -5,14 +5,21 @@ The grid and its two factorings (dense and expert) follow Megatron-LM (Narayanan
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from megalite.pattern import PATTERN, in_pattern
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 ORDER_NAMES = ("tp", "cp", "ep", "dp", "pp")
+ContextMode = Literal["ring", "all_gather", "ulysses", "ulysses_ring"]
+CONTEXT_MODES: tuple[ContextMode, ...] = get_args(ContextMode)
+_EXCEPTION = re.compile(rf",({PATTERN})=(\w*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +57,11 @@ class ParallelConfig:
     too, 3 parameters too."""
     zero_persistent: int = 0
     """ZeRO-3: parameters of at most so many elements on a rank (norms, biases) stay whole."""
-    cp_mode: Literal["ring", "all_gather", "ulysses", "ulysses_ring"] = "ring"
-    """How attention crosses the sequence cut: keys and values travel round a ring or are gathered, each rank takes all
-    tokens of some heads (ulysses), or that within blocks of cp_ulysses ranks and a ring across them (ulysses_ring)."""
+    cp_mode: str = "ring"
+    """How attention crosses the sequence cut: keys and values travel round a ring or are gathered (all_gather), each
+    rank takes all tokens of some heads (ulysses), or that within blocks of cp_ulysses ranks and a ring across them
+    (ulysses_ring). Layers may differ, in the patterns of model.moe_layers: ring,but_every:2=all_gather is all_gather
+    for those that but_every:2 names and ring for the others; of several such parts the last that fits counts."""
     cp_ulysses: int = 2
     """Consecutive context-parallel ranks of a block of ulysses_ring: those of a node, for example."""
     order: str = "tp-cp-ep-dp-pp"
@@ -69,9 +78,23 @@ class ParallelConfig:
         return self.schedule == "dualpipe" or self.schedule.startswith("csv:")
 
     @property
-    def head_exchange_size(self) -> int:
-        """Context-parallel ranks that exchange sequence for heads before attention; 1 where none do."""
-        return {"ulysses": self.cp, "ulysses_ring": self.cp_ulysses}.get(self.cp_mode, 1) if self.cp > 1 else 1
+    def cp_exceptions(self) -> tuple[tuple[str, str], ...]:
+        """(pattern of layers, mode) of each part of cp_mode after the first."""
+        return tuple(_EXCEPTION.findall(self.cp_mode))
+
+    @property
+    def cp_modes(self) -> tuple[str, ...]:
+        """Every mode that cp_mode names."""
+        return tuple(dict.fromkeys((self.cp_mode.partition(",")[0], *(mode for _, mode in self.cp_exceptions))))
+
+    def cp_mode_of(self, layer: int) -> str:
+        """How attention of global layer number `layer` crosses the sequence cut."""
+        fitting = [mode for pattern, mode in self.cp_exceptions if in_pattern(layer, pattern)]
+        return fitting[-1] if fitting else self.cp_modes[0]
+
+    def head_exchange_size(self, mode: str) -> int:
+        """Context-parallel ranks that exchange sequence for heads under `mode`; 1 where none do."""
+        return {"ulysses": self.cp, "ulysses_ring": self.cp_ulysses}.get(mode, 1) if self.cp > 1 else 1
 
     def data_parallel_size(self, world_size: int) -> int:
         """The number of model replicas among `world_size` ranks; raises ValueError when it is not whole."""
@@ -80,6 +103,23 @@ class ParallelConfig:
     def grid(self, world_size: int) -> RankGrid:
         """The rank grid of this layout over `world_size` ranks."""
         return RankGrid.for_world(world_size, self)
+
+
+def context_mode_problem(cp_mode: str) -> str | None:
+    """Why `cp_mode` names no way for attention to cross the sequence cut, or None."""
+    first, _, _ = cp_mode.partition(",")
+    exceptions = cp_mode.removeprefix(first)
+    for mode in (first, *(mode for _, mode in _EXCEPTION.findall(exceptions))):
+        if mode not in CONTEXT_MODES:
+            close = difflib.get_close_matches(mode, CONTEXT_MODES, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(CONTEXT_MODES)}"
+            return f"parallel.cp_mode={cp_mode!r}: {mode!r} is not a mode; {hint}"
+    if _EXCEPTION.sub("", exceptions):
+        return (
+            f"parallel.cp_mode={cp_mode!r}: after the mode of all layers come parts such as but_every:2=all_gather or"
+            " 0,3=ulysses: layers (all, every:N, but_every:N, from:N or their numbers), =, and their mode"
+        )
+    return None
 
 
 def _divisors(n: int) -> str:
@@ -120,6 +160,8 @@ class RankGrid:
         ]
         if sorted(config.order.split("-")) != sorted(ORDER_NAMES):
             found.append(f"parallel.order={config.order!r} must name each of {'-'.join(ORDER_NAMES)} once")
+        if (problem := context_mode_problem(config.cp_mode)) is not None:
+            found.append(problem)
         if found:
             return found
         model = config.tp * config.cp * config.pp
@@ -129,7 +171,8 @@ class RankGrid:
                 f" = {model}; their product can be {_divisors(world_size)}, or start more ranks with torchrun"
             )
             return found
-        if config.head_exchange_size < 1 or config.cp % config.head_exchange_size:
+        block = config.head_exchange_size("ulysses_ring")
+        if "ulysses_ring" in config.cp_modes and (block < 1 or config.cp % block):
             found.append(
                 f"parallel.cp_ulysses={config.cp_ulysses} does not divide parallel.cp={config.cp};"
                 f" it can be {_divisors(config.cp)}"

@@ -3,7 +3,8 @@
 Parts come in any order; a missing one is 1 or off. The data-parallel size is always that of the dense model:
 ranks = tp * cp * pp * dp, and an unnamed dp is the least that the expert axes fit into. `ep4:all_gather` and
 `ep4:hierarchical2` (2 ranks to a node) say how tokens reach their experts, `etp2:whole` that every tensor-parallel rank
-sends all of them, `cp8:ulysses_ring4` that blocks of 4 context-parallel ranks exchange sequence for heads.
+sends all of them, `cp8:ulysses_ring4` that blocks of 4 context-parallel ranks exchange sequence for heads, and
+`cp2:ring,every:4=all_gather` that every fourth layer gathers keys.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from megalite.config import Config
-from megalite.mpu import ParallelConfig
+from megalite.grid import CONTEXT_MODES, ParallelConfig, context_mode_problem
 
-_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?:g(\d+))?(?::([a-z0-9_]+|csv:[^+]+))?")
+_SIZE = re.compile(r"(tp|pp|cp|ep|etp|dp|mbs|zero)(\d+)(?:v(\d+))?(?:g(\d+))?(?::([a-z0-9_,:=]+|csv:[^+]+))?")
 _PARTS = ("tp", "pp", "cp", "ep", "etp", "dp", "mbs", "zero", "sp", "recompute:", "offload:")
 _TAGS = {"pp": "schedule", "cp": "cp_mode", "ep": "expert_dispatch", "etp": "cut_expert_tokens"}
 _NODES = re.compile(r"hierarchical([1-9]\d*)")
-_BLOCKS = re.compile(r"ulysses_ring([1-9]\d*)")
+_BLOCKS = re.compile(r"(ulysses_ring)([1-9]\d*)")
 _WHOLE = "whole"
 
 
@@ -132,15 +133,15 @@ def _tagged(axis: str, tag: str, part: str, text: str) -> dict[str, Any]:
 
 def _context_mode(tag: str, part: str, text: str) -> dict[str, Any]:
     """The fields that `cp<size>:tag` sets besides the size."""
-    if blocks := _BLOCKS.fullmatch(tag):
-        return {"cp_mode": "ulysses_ring", "cp_ulysses": int(blocks[1])}
-    modes = get_args(get_type_hints(ParallelConfig)["cp_mode"])
-    if tag not in modes:
+    blocks = {int(size) for _, size in _BLOCKS.findall(tag)}
+    mode = _BLOCKS.sub(r"\1", tag)
+    if len(blocks) > 1 or context_mode_problem(mode) is not None:
         raise ValueError(
-            f"layout {text!r}: {part!r}: cp takes {', '.join(f':{mode}' for mode in modes)}, the last with the ranks of"
-            " a block, such as :ulysses_ring4, or 2"
+            f"layout {text!r}: {part!r}: cp takes {', '.join(f':{mode}' for mode in CONTEXT_MODES)}, the last with the"
+            " ranks of a block, such as :ulysses_ring4, or 2; and other modes for some layers, such as"
+            " :ring,every:4=all_gather"
         )
-    return {"cp_mode": tag}
+    return {"cp_mode": mode} | ({"cp_ulysses": blocks.pop()} if blocks else {})
 
 
 def _hint(part: str) -> str:
@@ -161,8 +162,8 @@ def format_layout(layout: Layout) -> str:
     chunks += f"g{parallel.group_size}" if parallel.group_size is not None else ""
     schedule = f":{parallel.schedule}" if parallel.schedule != default.schedule else ""
     mode = f":{parallel.cp_mode}" if parallel.cp_mode != default.cp_mode else ""
-    if parallel.cp_mode == "ulysses_ring" and parallel.cp_ulysses != default.cp_ulysses:
-        mode += str(parallel.cp_ulysses)
+    if parallel.cp_ulysses != default.cp_ulysses:
+        mode = mode.replace("ulysses_ring", f"ulysses_ring{parallel.cp_ulysses}")
     dispatch = parallel.expert_dispatch if parallel.expert_dispatch != default.expert_dispatch else ""
     if dispatch and parallel.expert_node_size is not None:
         dispatch += str(parallel.expert_node_size)

@@ -128,8 +128,14 @@ class LastCall:
 class Pending:
     """A collective under way; `wait` returns its result."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None, call: LastCall | None = None):
-        self._result, self._work, self._call = result, work, call
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None,
+        call: LastCall | None = None,
+        finish: Callable[[], object] | None = None,
+    ):
+        self._result, self._work, self._call, self._finish = result, work, call, finish
         if call is not None:
             self._named = (call.axis, call.operation, call.site)
 
@@ -145,6 +151,9 @@ class Pending:
                 self._call.enter(*self._named)  # calls entered since then are not the one that may hang
             self._work.wait()
             self._work = None
+            if self._finish is not None:
+                self._finish()
+                self._finish = None  # with what it holds
             if self._call is not None:
                 self._call.finished = True
         return self._result
@@ -289,9 +298,27 @@ class Axis:
             return Pending(stashed, None)
         self._enter("reduce_scatter", (self.size - 1) * tensor.nbytes // self.size)
         out = out if out is not None else tensor.new_empty((moved.shape[0] // self.size, *moved.shape[1:]))
-        work = _reduce_scatter(out, moved.contiguous(), group=self.group, async_op=True)
-        pending = Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call)
+        work, finish = self._start_scatter(moved.contiguous(), out)
+        pending = Pending(out if dim == 0 else out.movedim(0, dim), work, self.last_call, finish)
         return self._kept("reduce_scatter", pending)
+
+    def _start_scatter(self, rows: Tensor, out: Tensor) -> tuple[dist.Work | None, Callable[[], object] | None]:
+        """A summing reduce-scatter of `rows` into `out`, and what is left to do once it is through.
+
+        gloo's own all-reduces a copy of all rows, twice the bytes. On the CPU, parts are exchanged and added here.
+        """
+        if rows.device.type != "cpu":
+            return _reduce_scatter(out, rows, group=self.group, async_op=True), None
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
+        parts = received.chunk(self.size)
+
+        def add() -> None:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+
+        return work, add
 
     def all_to_all(
         self, tensor: Tensor, send_rows: Sequence[int] | None = None, receive_rows: Sequence[int] | None = None
@@ -452,9 +479,9 @@ class ParallelState:
     tp, cp, pp, dp, ep, etp, edp are mesh axes; dp_cp is where dense gradients are summed (experts': edp); tp_cp and
     tp_dp_cp cover the tokens of a micro-batch and of a step within a stage; tp_pp holds one copy of the dense model
     (with cp = 1), etp_ep one of a stage's experts; embd joins the first and the last stage; replica joins the two ranks
-    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout. Attention
-    exchanges sequence for heads over cp_inner, consecutive ranks of cp, and passes keys on over cp_outer, one rank of
-    each such block; where one of them is all of cp, it is the very axis cp.
+    of a pipeline that hold the same stages when its plan is bidirectional; world is everyone in the layout. Under
+    ulysses_ring, attention exchanges sequence for heads over cp_inner, consecutive ranks of cp, and passes keys on over
+    cp_outer, one rank of each such block; where one of them is all of cp, it is the very axis cp.
     """
 
     config: ParallelConfig
@@ -515,8 +542,16 @@ class ParallelState:
         axes |= {name: axis(name, grid.members(me, parts)) for name, parts in _AXES.items()}
         axes["embd"] = axis("embd", grid.embedding_members(me))
         axes["replica"] = axis("replica", grid.mirror_members(me) if config.may_hold_copies else (me,))
-        axes["cp_inner"], axes["cp_outer"] = _two_levels(axes["cp"], config.head_exchange_size)
+        axes["cp_inner"], axes["cp_outer"] = _two_levels(
+            axes["cp"], config.head_exchange_size("ulysses_ring") if "ulysses_ring" in config.cp_modes else 1
+        )
         return ParallelState(config, grid, me, **axes, last_call=last_call)
+
+    def context_levels(self, mode: str) -> tuple[Axis, Axis]:
+        """(ranks that exchange sequence for heads, ranks among which keys travel) under a context-parallel mode."""
+        if mode == "ulysses_ring":
+            return self.cp_inner, self.cp_outer
+        return _two_levels(self.cp, self.config.head_exchange_size(mode))
 
     def blocks(self, axis: Axis, size: int) -> Axis:
         """The sub-axis of `size` consecutive ranks of `axis` that this rank is in (KV heads shared by tp ranks).

@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,9 @@ def world() -> Iterator[World]:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The prefix of a small token file of documents of odd lengths."""
     return write_tokens(tmp_path_factory.mktemp("tokens") / "odd")
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one-rank runs are kept: layouts of one config are all compared with the same one."""
+    return tmp_path_factory.mktemp("references")

@@ -22,6 +22,7 @@ COVER = [
     ("llama", "packed", "cp4:all_gather"),
     ("llama", "causal", "cp4:ulysses"),
     ("llama", "packed-odd", "cp4:ulysses_ring"),
+    ("llama", "window-packed", "cp4:ring,from:2=all_gather+pp2"),
     ("gpt2", "packed-odd", "cp2:all_gather+recompute:full"),
     ("llama", "packed-odd", "cp2:ulysses+tp2+sp"),
     ("llama", "odd", "cp2:all_gather+pp2:zb_v"),
@@ -44,6 +45,9 @@ FULL = [
     ("gpt2", "packed", "cp4:ulysses"),
     ("tied-llama", "packed", "cp4:ulysses_ring+mbs4"),
     *[("llama", "window-odd", f"cp4:{mode}") for mode in MODES],
+    ("llama", "window-packed-odd", "cp4:ring,every:2=ulysses_ring,0=all_gather+recompute:full"),
+    ("gpt2", "odd", "cp2:all_gather,but_every:2=ulysses+tp2+sp"),
+    ("lfm2", "packed", "cp4:ulysses_ring,2,3=ring"),
     *[("llama", "sinks-packed", f"cp2:{mode}+tp2") for mode in MODES],
     ("llama", "odd", "cp2+tp2+sp"),
     ("llama", "causal", "cp2+tp4"),
@@ -86,14 +90,13 @@ def config_of(model: str, rows: str, tokens: str, cache: Path) -> Config:
 
 @pytest.mark.parametrize(("model", "rows", "layout"), ROWS, ids=["-".join(row) for row in (*COVER, *FULL)])
 def test_layout_is_a_deployment_detail(
-    model: str, rows: str, layout: str, tokens: str, tmp_path: Path, world: World
+    model: str, rows: str, layout: str, tokens: str, references: Path, world: World
 ) -> None:
     (difference,) = prove_layouts(
-        config_of(model, rows, tokens, tmp_path),
+        config_of(model, rows, tokens, references),
         [parse_layout(layout)],
         world,
-        tmp_path,
-        num_steps=2,
+        references,
         timeout=120.0,
         wrap_data=documents if "packed" in rows else RaggedMasks,
     )

@@ -62,6 +62,9 @@ def test_an_unnamed_dp_is_the_least_that_fits(text: str, ranks: int) -> None:
         ("ep2:hierarchical", "such as :hierarchical2"),
         ("cp2:star", "cp takes :ring, :all_gather"),
         ("cp4:ulysses_ring0", "such as :ulysses_ring4"),
+        ("cp8:ulysses_ring4,0=ulysses_ring2", "such as :ulysses_ring4"),
+        ("cp2:ring,every=ulysses", "such as :ring,every:4=all_gather"),
+        ("tp2:ring,every:2=ulysses", "only pp, cp, ep, etp take"),
         ("etp2:half", "etp takes :whole only"),
         ("tp2++pp2", "not a part"),
         ("", "not a part"),
@@ -85,7 +88,7 @@ SIZE = st.sampled_from([1, 2, 3, 4, 8])
         schedule=st.sampled_from(["1f1b", "gpipe", "zb_v"]), group_size=st.sampled_from([None, 3, 8]),
         cut_expert_tokens=st.booleans(), expert_dispatch=st.sampled_from(["all_to_all", "all_gather"]),
         zero=st.integers(0, 3),
-        cp_mode=st.sampled_from(["ring", "all_gather", "ulysses"]),
+        cp_mode=st.sampled_from(["ring", "all_gather", "ulysses", "ring,but_every:2=all_gather"]),
     ),
     SIZE,
     st.sampled_from(["none", "full", "every:2"]),
@@ -115,6 +118,15 @@ def test_the_ranks_of_a_block_of_heads() -> None:
     assert layout.parallel == ParallelConfig(cp=8, cp_mode="ulysses_ring", cp_ulysses=4)
     assert format_layout(layout) == "cp8:ulysses_ring4"
     assert format_layout(parse_layout("cp8:ulysses_ring2")) == "cp8:ulysses_ring"
+
+
+def test_layers_with_other_ways_across_the_cut() -> None:
+    layout = parse_layout("tp2+cp8:ring,every:4=all_gather,1,3=ulysses_ring4")
+    assert layout.parallel == ParallelConfig(
+        tp=2, cp=8, cp_mode="ring,every:4=all_gather,1,3=ulysses_ring", cp_ulysses=4
+    )
+    assert format_layout(layout) == "tp2+cp8:ring,every:4=all_gather,1,3=ulysses_ring4"
+    assert parse_layout(format_layout(layout)) == layout
 
 
 def test_written_form_leaves_out_what_is_off() -> None:

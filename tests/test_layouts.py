@@ -56,30 +56,30 @@ ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 def prove(model: str, layout: str, tokens: str, folder: Path, world: World) -> LayoutDifference:
     """The largest differences of one layout from one rank."""
     (difference,) = prove_layouts(
-        config_for(model, tokens, folder), [parse_layout(layout)], world, folder, num_steps=2, timeout=120.0
+        config_for(model, tokens, folder), [parse_layout(layout)], world, folder, timeout=120.0
     )
     return difference
 
 
 @pytest.mark.parametrize(("model", "layout"), ROWS, ids=[f"{m}-{lay}" for m, lay in (*COVER, *FULL)])
-def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    difference = prove(model, layout, tokens, tmp_path, world)
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    difference = prove(model, layout, tokens, references, world)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
 
 
-def test_explicit_uneven_stages(tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("gpt2", tokens, tmp_path)
+def test_explicit_uneven_stages(tokens: str, references: Path, world: World) -> None:
+    config = config_for("gpt2", tokens, references)
     layout = parse_layout("pp3")
     layout = dataclasses.replace(layout, parallel=ParallelConfig(pp=3, layers_per_stage=(0, 3, 1)))
-    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    (difference,) = prove_layouts(config, [layout], world, references)
     assert difference.passed, difference.first_diff
 
 
-def test_the_order_of_the_axes_is_a_deployment_detail(tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("llama", tokens, tmp_path)
+def test_the_order_of_the_axes_is_a_deployment_detail(tokens: str, references: Path, world: World) -> None:
+    config = config_for("llama", tokens, references)
     config = dataclasses.replace(config, parallel=ParallelConfig(order="dp-pp-ep-cp-tp"))
-    (difference,) = prove_layouts(config, [parse_layout("tp2+pp2+dp2")], world, tmp_path)
+    (difference,) = prove_layouts(config, [parse_layout("tp2+pp2+dp2")], world, references)
     assert difference.passed, difference.first_diff
 
 

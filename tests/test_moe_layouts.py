@@ -55,8 +55,8 @@ ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
 
 @pytest.mark.parametrize(("model", "layout"), ROWS, ids=[f"{m}-{lay}" for m, lay in (*COVER, *FULL)])
-def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    difference = prove(model, layout, tokens, tmp_path, world)
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    difference = prove(model, layout, tokens, references, world)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
 
@@ -72,9 +72,9 @@ def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp
     ],
     ids=["all_gather", "hierarchical", "whole_tokens", "all_gather_etp", "order"],
 )
-def test_dispatch_is_a_deployment_detail(parallel: ParallelConfig, tokens: str, tmp_path: Path, world: World) -> None:
+def test_dispatch_is_a_deployment_detail(parallel: ParallelConfig, tokens: str, references: Path, world: World) -> None:
     layout = parse_layout(f"ep{parallel.ep}+etp{parallel.etp}+tp{parallel.tp}")
     layout = dataclasses.replace(layout, parallel=parallel)
-    config = dataclasses.replace(config_for("moe", tokens, tmp_path), parallel=parallel)  # its order is kept
-    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    config = dataclasses.replace(config_for("moe", tokens, references), parallel=parallel)  # its order is kept
+    (difference,) = prove_layouts(config, [layout], world, references)
     assert difference.passed, difference.first_diff

@@ -375,3 +375,12 @@ else:
 def test_single_needs_no_torch_distributed() -> None:
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], cwd=root, check=True, timeout=120)
+
+
+def test_the_last_part_that_names_a_layer_says_how_it_crosses_the_cut() -> None:
+    config = ParallelConfig(cp=4, cp_mode="ring,every:2=ulysses_ring,0,3=all_gather,from:6=ulysses")
+    modes = [config.cp_mode_of(layer) for layer in range(8)]
+    assert modes == ["all_gather", "ulysses_ring", "ring", "all_gather", "ring", "ulysses_ring", "ulysses", "ulysses"]
+    assert config.cp_modes == ("ring", "ulysses_ring", "all_gather", "ulysses")
+    assert [config.head_exchange_size(mode) for mode in config.cp_modes] == [1, 2, 1, 4]
+    assert {ParallelConfig(cp_mode="ulysses").cp_mode_of(layer) for layer in range(3)} == {"ulysses"}

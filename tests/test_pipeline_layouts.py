@@ -129,20 +129,20 @@ def prove(row: Row, tokens: str, folder: Path, world: World) -> None:
         ),
     )
     check(row.layout.apply(config), row.layout.num_ranks)
-    (difference,) = prove_layouts(config, [row.layout], world, folder, num_steps=2, timeout=120.0)
+    (difference,) = prove_layouts(config, [row.layout], world, folder, timeout=120.0)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
 
 
 @pytest.mark.parametrize("row", COVER[:NUM_FIRST], ids=str)
-def test_schedule(row: Row, tokens: str, tmp_path: Path, world: World) -> None:
-    prove(row, tokens, tmp_path, world)
+def test_schedule(row: Row, tokens: str, references: Path, world: World) -> None:
+    prove(row, tokens, references, world)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in TABLE if row not in COVER[:NUM_FIRST]], ids=str)
-def test_schedule_full_table(row: Row, tokens: str, tmp_path: Path, world: World) -> None:
-    prove(row, tokens, tmp_path, world)
+def test_schedule_full_table(row: Row, tokens: str, references: Path, world: World) -> None:
+    prove(row, tokens, references, world)
 
 
 @pytest.mark.parametrize(
@@ -184,41 +184,41 @@ def test_what_has_no_plan_is_refused_at_once(layout: str, message: str, tokens: 
     ],
 )
 def test_corners(
-    layout: str, layers_per_stage: tuple[int, ...] | None, tokens: str, tmp_path: Path, world: World
+    layout: str, layers_per_stage: tuple[int, ...] | None, tokens: str, references: Path, world: World
 ) -> None:
     """Odd sizes, a pipeline of one rank, ends without layers; weights are tied."""
-    config = config_for("tied-llama", tokens, tmp_path)
+    config = config_for("tied-llama", tokens, references)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
     place = parse_layout(layout)
     place = dataclasses.replace(place, parallel=dataclasses.replace(place.parallel, layers_per_stage=layers_per_stage))
     check(place.apply(config), place.num_ranks)
-    (difference,) = prove_layouts(config, [place], world, tmp_path)
+    (difference,) = prove_layouts(config, [place], world, references)
     assert difference.passed, difference.first_diff
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", ["pp2", "pp4:zb_h1+mbs4", "pp2:zb_v+mbs4"])
 def test_a_large_vocabulary_leaves_no_rank_without_work(
-    layout: str, tied: bool, tokens: str, tmp_path: Path, world: World
+    layout: str, tied: bool, tokens: str, references: Path, world: World
 ) -> None:
     """The head outweighs the two layers by far: ends without layers, and no rank without parameters."""
-    config = config_for("llama", tokens, tmp_path)
+    config = config_for("llama", tokens, references)
     model = dataclasses.replace(
         config.model, num_layers=2, hidden_size=16, num_heads=4, vocab_size=3001, tie_embeddings=tied
     )
     config = dataclasses.replace(config, model=model)
     check(parse_layout(layout).apply(config), parse_layout(layout).num_ranks)
-    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path)
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, references)
     assert difference.passed, difference.first_diff
 
 
 @pytest.mark.parametrize("layout", ["pp2v2g4:interleaved+mbs2", "pp2v3g5:interleaved+mbs1+tp2"])
-def test_group_size_is_a_deployment_detail(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("tied-llama", tokens, tmp_path)
+def test_group_size_is_a_deployment_detail(layout: str, tokens: str, references: Path, world: World) -> None:
+    config = config_for("tied-llama", tokens, references)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
     parsed = parse_layout(layout)
     check(parsed.apply(config), parsed.num_ranks)
-    (difference,) = prove_layouts(config, [parsed], world, tmp_path)
+    (difference,) = prove_layouts(config, [parsed], world, references)
     assert difference.passed, difference.first_diff
 
 
@@ -289,12 +289,12 @@ def test_deferring_weight_gradients_changes_no_bit(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_how_a_batch_is_split_into_microbatches_is_a_deployment_detail(
-    schedule: str, tokens: str, tmp_path: Path, world: World
+    schedule: str, tokens: str, references: Path, world: World
 ) -> None:
     """Neither the loss nor its gradient is scaled by the number of micro-batches, nor by their tokens."""
-    config = config_for("gpt2", tokens, tmp_path)
+    config = config_for("gpt2", tokens, references)
     layouts = [parse_layout(f"pp2:{schedule}+mbs{size}") for size in (1, 4, 16)]
-    for difference in prove_layouts(config, layouts, world, tmp_path):
+    for difference in prove_layouts(config, layouts, world, references):
         assert difference.passed, difference.first_diff
 
 
@@ -338,15 +338,17 @@ def test_post_validation_is_refused_where_ranks_share_weights(
 
 
 @pytest.mark.parametrize(("model", "schedule"), [("tied-llama", "zb_v"), ("tied-llama", "dualpipe"), ("llama", "1f1b")])
-def test_a_plan_of_ones_own(model: str, schedule: str, tokens: str, tmp_path: Path, world: World) -> None:
+def test_a_plan_of_ones_own(
+    model: str, schedule: str, tokens: str, tmp_path: Path, references: Path, world: World
+) -> None:
     """A CSV file as the library writes it gives the bits of the built-in plan, copies of stages included."""
     file = tmp_path / "mine.csv"
     write_csv(make_plan(schedule, 2, 8), file)
-    config = config_for(model, tokens, tmp_path)
+    config = config_for(model, tokens, references)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=NUM_LAYERS))
     layout = parse_layout(f"pp2:csv:{file}")
     check(layout.apply(config), 2)
-    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    (difference,) = prove_layouts(config, [layout], world, references)
     assert difference.passed, difference.first_diff
     found = []
     for parallel in (layout.parallel, parse_layout(f"pp2:{schedule}").parallel):

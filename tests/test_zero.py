@@ -68,10 +68,12 @@ def _state(world: World, config: Config, zero: int) -> tuple[dict[str, Tensor], 
     return _whole([pieces for pieces, _, _ in results], shapes), results[0][2]
 
 
-@pytest.mark.parametrize("model", ["llama", "moe"])
-def test_two_ranks_get_the_bits_of_zero_0_in_bf16(model: str, tokens: str, tmp_path: Path, world: World) -> None:
+@pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("moe", "bf16"), ("llama", "fp16")])
+def test_two_ranks_get_the_bits_of_zero_0(
+    model: str, precision: str, tokens: str, tmp_path: Path, world: World
+) -> None:
     for micro_batch_size, stages in ((4, (1,)), (8, (2, 3))):  # per-pass sums differ with several micro-batches
-        config = config_for(model, tokens, tmp_path, precision="bf16", micro_batch_size=micro_batch_size)
+        config = config_for(model, tokens, tmp_path, precision=precision, micro_batch_size=micro_batch_size)
         # The norm's squares add up in another order; without clipping it does not touch the weights.
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, clip_grad=0.0))
         expected, losses = _state(world, config, 0)

@@ -49,12 +49,13 @@ FULL = [
     ("moe", "ep2+dp4+zero3+recompute:full"),
     ("llama", "dp2+zero3+recompute:every:2"),
     ("lfm2", "cp2+tp2+sp+zero3"),
+    *[("llama", f"cp2:ulysses+zero{level}") for level in (1, 2, 3)],
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
 
 @pytest.mark.parametrize(("model", "layout"), ROWS, ids=[f"{m}-{lay}" for m, lay in (*COVER, *FULL)])
-def test_zero_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    difference = prove(model, layout, tokens, tmp_path, world)
+def test_zero_is_a_deployment_detail(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    difference = prove(model, layout, tokens, references, world)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10

@@ -80,7 +80,8 @@ def _described(public: PublicKernel | None) -> str:
     if public is None:
         return ""
     spills = f", {public.spills} spills" if public.spills else ""
-    return f"{public.public}: {public.num_warps} warps, {public.registers} registers{spills}, {public.blocks_per_sm} blocks"
+    size = f"{public.num_warps} warps, {public.registers} registers{spills}, {public.blocks_per_sm} blocks"
+    return f"{public.public}: {size}"
 
 
 def _as_json(case: KernelCase, report: Report) -> dict[str, object]:

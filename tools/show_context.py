@@ -11,11 +11,12 @@ forward and backward, for one row.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -25,13 +26,14 @@ from rich.text import Text
 from torch import Tensor
 
 from megalite.batch import MicroBatch
-from megalite.mpu import ParallelConfig, RankGrid
+from megalite.grid import CONTEXT_MODES, ParallelConfig, RankGrid
 from megalite.parallel.context import pad_rows, row_multiple, row_places
-from megalite.parallel.context_attention import head_exchange_problems
-from megalite.parallel.context_picture import COLOURS, ContextPicture, Heads, bytes_text, context_picture, svg
+from megalite.parallel.context_picture import COLOURS, ContextPicture, Heads, bytes_text, context_picture, legend
 from megalite.parallel.context_plan import Sight
+from megalite.parallel.head_exchange import head_exchange_problems
 
-MODES: tuple[str, ...] = get_args(get_type_hints(ParallelConfig)["cp_mode"])
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def main() -> None:
@@ -45,8 +47,9 @@ def main() -> None:
     for picture in pictures:
         console.print(_drawing(picture), soft_wrap=True)
         console.print(_table(picture))
-    if arguments.svg is not None:
-        arguments.svg.write_text(svg(pictures))
+    for form in ("svg", "png"):
+        if (path := getattr(arguments, form)) is not None:
+            path.write_bytes(draw(pictures, form))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([_figures(picture) for picture in pictures], indent=1) + "\n")
 
@@ -56,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--cp", type=int, default=4, help="context-parallel ranks (default 4)")
-    parser.add_argument("--cp-mode", default=",".join(MODES), help=f"a list of {', '.join(MODES)}; default: all")
+    parser.add_argument(
+        "--cp-mode", default=",".join(CONTEXT_MODES), help=f"a list of {', '.join(CONTEXT_MODES)}; default: all"
+    )
     parser.add_argument("--cp-ulysses", type=int, default=2, help="ranks of a block of ulysses_ring (default 2)")
     parser.add_argument("--seq-len", type=int, help="tokens of the row (default: the documents, or 8192)")
     parser.add_argument("--documents", type=_lengths, help="lengths of packed documents; what is left is one more")
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bytes", type=int, default=2, help="of an element of activations (default 2)")
     parser.add_argument("--cells", type=int, default=32, help="cells of a side of the picture (default 32)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
 
@@ -89,11 +95,9 @@ def _pictures(arguments: argparse.Namespace) -> Iterator[ContextPicture]:
         raise ValueError(f"--num-heads={heads.num_heads} is not divisible by --num-kv-heads={heads.kv_heads}")
     sight = _sight(arguments)
     for mode in arguments.cp_mode.split(","):
-        if mode not in MODES:
-            raise ValueError(f"--cp-mode={mode} is not a mode; there are {', '.join(MODES)}")
-        parallel = ParallelConfig(cp=arguments.cp, cp_mode=mode, cp_ulysses=arguments.cp_ulysses)  # pyright: ignore[reportArgumentType]
+        parallel = ParallelConfig(cp=arguments.cp, cp_mode=mode, cp_ulysses=arguments.cp_ulysses)
         problems = RankGrid.problems(arguments.cp, parallel)
-        problems = problems or head_exchange_problems(heads.num_heads, parallel.head_exchange_size)
+        problems = problems or head_exchange_problems(heads.num_heads, parallel.head_exchange_size(mode))
         if problems:
             raise ValueError("\n".join(problems))
         yield context_picture(sight, parallel, heads, cells=arguments.cells)
@@ -119,6 +123,59 @@ def _batch(seq_len: int, documents: Tensor | None) -> MicroBatch:
         tokens=zeros, labels=zeros, loss_mask=zeros.float(), positions=zeros, samples=zeros[0], step=0,
         documents=documents,
     )  # fmt: skip
+
+
+_PANEL, _TOP, _LINE = 3.0, 0.55, 0.17  # inches
+
+
+def draw(pictures: Sequence[ContextPicture], form: Literal["svg", "png"]) -> bytes:
+    """The pictures side by side: colours are ranks, numbers the steps of their plans."""
+    # Without pyplot there is neither display nor state, and most calls of this tool need no matplotlib at all.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    entries = max(len(legend(picture)) for picture in pictures)
+    width, height = len(pictures) * (_PANEL + 0.3) + 0.3, _TOP + _PANEL + (entries + 2) * _LINE + 0.15
+    written = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megalite"}):  # the same bytes each time
+        figure = Figure(figsize=(width, height), dpi=120)
+        FigureCanvasAgg(figure)
+        for number, picture in enumerate(pictures):
+            left = (0.3 + number * (_PANEL + 0.3)) / width
+            axes = figure.add_axes((left, 1 - (_TOP + _PANEL) / height, _PANEL / width, _PANEL / height))
+            _fill(axes, picture)
+        figure.savefig(written, format=form, metadata={"Date": None} if form == "svg" else {})
+    return written.getvalue()
+
+
+def _fill(axes: Axes, picture: ContextPicture) -> None:
+    """One panel: the attention matrix, its title above it, who is who below it."""
+    from matplotlib.colors import to_rgba
+
+    cells = len(picture.rank)
+    colours = torch.full((cells, cells, 4), 0.95)
+    for i, j in (picture.rank >= 0).nonzero().tolist():
+        rank, share = int(picture.rank[i, j]), float(picture.share[i, j])
+        colours[i, j] = torch.tensor(to_rgba(COLOURS[rank % len(COLOURS)], 0.35 + 0.65 * min(share, 1.0)))
+        size = min(110 / cells, 8)
+        axes.text(j, i, str(int(picture.step[i, j])), size=size, color="white", ha="center", va="center")
+    axes.imshow(colours.numpy(), interpolation="nearest")
+    for border in range(1, cells):
+        axes.axhline(border - 0.5, color="white", linewidth=0.6)
+        axes.axvline(border - 0.5, color="white", linewidth=0.6)
+    axes.spines[:].set_visible(False)
+    axes.set(xticks=[], yticks=[])
+    inch = 1 / _PANEL
+    axes.text(0, 1 + 0.24 * inch, picture.title, size=10, weight="bold", transform=axes.transAxes)
+    axes.text(0, 1 + 0.07 * inch, "queries down, keys to the right", size=8, transform=axes.transAxes)
+    said = [(None, f"imbalance of the work {picture.imbalance:.1%}", "sends"), *legend(picture)]
+    for number, (colour, who, sends) in enumerate(said):
+        y = -(0.2 + number * _LINE) * inch
+        if colour is not None:
+            axes.text(0, y, "\u25a0", size=11, color=colour, va="center", transform=axes.transAxes)
+        axes.text(0.06 if colour else 0, y, who, size=8, va="center", transform=axes.transAxes)
+        axes.text(1, y, sends, size=8, va="center", ha="right", transform=axes.transAxes)
 
 
 def _drawing(picture: ContextPicture) -> Text:

@@ -38,6 +38,16 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return _gelu(x, bias)
 
 
+def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
+    """silu(gate) * up * prob for gate_up [n, 2f] (gate first) and probs [n]: [n, f], rounded once."""
+    return _weighted(gate_up, probs)
+
+
+def weighted_swiglu_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output again, gradient of gate_up, gradient of probs) of `weighted_swiglu` from its inputs alone."""
+    return _weighted_backward(dout, gate_up, probs)
+
+
 @torch.library.custom_op("megalite::gated", mutates_args=())
 def _gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -65,6 +75,31 @@ def _gated_packed_backward(dout: Tensor, gate_up: Tensor, is_gelu: bool) -> Tens
     dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     _launch_gated(_gated_grad, (dout, *gate_up.chunk(2, -1)), dgate_up.chunk(2, -1), is_gelu)
     return dgate_up
+
+
+@torch.library.custom_op("megalite::weighted_swiglu", mutates_args=())
+def _weighted(gate_up: Tensor, probs: Tensor) -> Tensor:
+    rows, row = rows_of(gate_up), launch_row("elementwise", gate_up.dtype)
+    count, width = rows.shape[0], rows.shape[1] // 2
+    out = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (count * triton.cdiv(width, row["BLOCK"]),)
+    launch(
+        _weighted_forward, grid, row, rows, probs.contiguous(), out, width, rows.stride(0), ACC=accumulator(out.dtype)
+    )
+    return out
+
+
+@torch.library.custom_op("megalite::weighted_swiglu_backward", mutates_args=())
+def _weighted_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dy, rows, row = rows_of(dout), rows_of(gate_up), launch_row("weighted_swiglu_backward", gate_up.dtype)
+    count, width = dy.shape
+    out = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
+    dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    dprobs = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+    tensors = dy, rows, probs.contiguous(), out, dgate_up, dprobs
+    strides = dy.stride(0), rows.stride(0)
+    launch(_weighted_grad, (count,), row, *tensors, width, *strides, ACC=accumulator(gate_up.dtype))
+    return out, dgate_up, dprobs
 
 
 @torch.library.custom_op("megalite::gelu", mutates_args=())
@@ -97,6 +132,10 @@ _gated.register_fake(lambda gate, up, is_gelu: gate.new_empty(gate.shape))
 _gated_backward.register_fake(lambda dout, gate, up, is_gelu: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 _gated_packed.register_fake(lambda gate_up, is_gelu: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)))
 _gated_packed_backward.register_fake(lambda dout, gate_up, is_gelu: gate_up.new_empty(gate_up.shape))
+_weighted.register_fake(lambda gate_up, probs: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
+_weighted_backward.register_fake(
+    lambda dout, gate_up, probs: tuple(x.new_empty(x.shape) for x in (dout, gate_up, probs))
+)
 _gelu.register_fake(lambda x, bias: x.new_empty(x.shape))
 _gelu_backward.register_fake(
     lambda dout, x, bias: (
@@ -150,17 +189,24 @@ def sigmoid_pair(x):
 
 
 @triton.jit
+def gelu_value(x):
+    """gelu(x) in the tanh form, and its derivative."""
+    # tanh(u) = 2 sigmoid(2u) - 1; beyond 100 the sigmoid is 0 or 1, and x^3 may overflow.
+    near = tl.minimum(tl.maximum(x, -100.0), 100.0)
+    share, rest = sigmoid_pair(1.5957691216057308 * near * (1.0 + 0.044715 * near * near))
+    slope = share + near * share * rest * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+    return x * share, slope
+
+
+@triton.jit
 def gate_value(x, GELU: tl.constexpr):
-    """silu(x) or gelu(x), and its derivative."""
+    """gelu(x) or silu(x), and its derivative."""
     if GELU:
-        # tanh(u) = 2 sigmoid(2u) - 1; beyond 100 the sigmoid is 0 or 1, and x^3 may overflow.
-        near = tl.minimum(tl.maximum(x, -100.0), 100.0)
-        share, rest = sigmoid_pair(1.5957691216057308 * near * (1.0 + 0.044715 * near * near))
-        slope = share + near * share * rest * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+        value, slope = gelu_value(x)
     else:
         share, rest = sigmoid_pair(x)
-        slope = share * (1.0 + x * rest)
-    return x * share, slope
+        value, slope = x * share, share * (1.0 + x * rest)
+    return value, slope
 
 
 @triton.jit
@@ -191,6 +237,37 @@ def _gated_grad(
 
 
 @triton.jit
+def _weighted_forward(gate_up, probs, out, width, stride, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    row, columns = row_and_columns(width, BLOCK)
+    inside = columns < width
+    g = tl.load(gate_up + row * stride + columns, mask=inside).to(ACC)
+    u = tl.load(gate_up + row * stride + width + columns, mask=inside).to(ACC)
+    value, _ = gate_value(g, False)
+    tl.store(out + row * width + columns, value * u * tl.load(probs + row).to(ACC), mask=inside)
+
+
+@triton.jit
+def _weighted_grad(
+    dout, gate_up, probs, out, dgate_up, dprobs, width, dout_stride, stride, ACC: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    prob = tl.load(probs + row).to(ACC)
+    total = tl.zeros([BLOCK], ACC)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        dy = tl.load(dout + row * dout_stride + columns, mask=inside, other=0.0).to(ACC)
+        g = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(ACC)
+        u = tl.load(gate_up + row * stride + width + columns, mask=inside, other=0.0).to(ACC)
+        value, slope = gate_value(g, False)
+        total += value * u * dy
+        tl.store(out + row * width + columns, value * u * prob, mask=inside)
+        tl.store(dgate_up + row * 2 * width + columns, dy * prob * u * slope, mask=inside)
+        tl.store(dgate_up + row * 2 * width + width + columns, dy * prob * value, mask=inside)
+    tl.store(dprobs + row, tl.sum(total, 0))
+
+
+@triton.jit
 def _gelu_forward(x, bias, out, count, width, stride, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -198,7 +275,7 @@ def _gelu_forward(x, bias, out, count, width, stride, ACC: tl.constexpr, ROWS: t
     value = tl.load(x + row * stride + columns, mask=inside).to(ACC)
     if bias is not None:
         value += tl.load(bias + columns, mask=columns < width).to(ACC)
-    value, _ = gate_value(value, True)
+    value, _ = gelu_value(value)
     tl.store(out + row * width + columns, value, mask=inside)
 
 
@@ -219,9 +296,9 @@ def _gelu_grad(
         inside = (row < count) & present
         value = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(ACC) + shift
         dy = tl.load(dout + row * dout_stride + columns, mask=inside, other=0.0).to(ACC)
-        _, slope = gate_value(value, True)
+        _, slope = gelu_value(value)
         tl.store(dx + row * width + columns, dy * slope, mask=inside)
         total += dy * slope
     if bias is not None:
-        sums = tl.sum(total, 0)[None, :]
+        sums = tl.sum(total, 0, keep_dims=True)
         tl.store(partial + tl.program_id(1) * width + columns, sums, mask=present)

@@ -202,5 +202,5 @@ def _drop_grad(
             value = _dropped(value, key, tokens, row, columns, count, SCALE, THRESHOLD)
         tl.store(dx + row * width + columns, value, mask=inside)
         total += value
-    sums = tl.sum(total, 0)[None, :]
+    sums = tl.sum(total, 0, keep_dims=True)
     tl.store(partial + tl.program_id(1) * width + columns, sums, mask=columns < width)

@@ -225,8 +225,7 @@ def _norm_rows(
     columns = tl.arange(0, BLOCK)[None, :]
     present = columns < width
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        index = start + tl.arange(0, ROWS)
-        row = index[:, None].to(tl.int64)
+        row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < count) & present
         value = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(ACC)
         if residual is not None:
@@ -236,13 +235,13 @@ def _norm_rows(
             tl.store(total + row * width + columns, rounded, mask=inside)
             value = rounded.to(ACC)
         if LAYER:
-            middle = tl.sum(value, 1) / width
-            value = tl.where(inside, value - middle[:, None], 0.0)
-            tl.store(mean + index, middle, mask=index < count)
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-        tl.store(rstd + index, inverse, mask=index < count)
+            middle = tl.sum(value, 1, keep_dims=True) / width
+            value = tl.where(inside, value - middle, 0.0)
+            tl.store(mean + row, middle, mask=row < count)
+        inverse = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / width + eps)
+        tl.store(rstd + row, inverse, mask=row < count)
         # Weights come from the L1 cache for each row: kept, they would cost more registers than the row does.
-        normed = value * inverse[:, None] * tl.load(weight + columns, mask=present, other=0.0).to(ACC)
+        normed = value * inverse * tl.load(weight + columns, mask=present, other=0.0).to(ACC)
         if LAYER:
             normed += tl.load(bias + columns, mask=present, other=0.0).to(ACC)
         tl.store(out + row * width + columns, normed, mask=inside)
@@ -256,32 +255,30 @@ def _norm_rows_grad(
     columns = tl.arange(0, BLOCK)[None, :]
     present = columns < width
     weight_sum = tl.zeros([ROWS, BLOCK], ACC)
-    if LAYER:
-        bias_sum = tl.zeros([ROWS, BLOCK], ACC)
+    bias_sum = tl.zeros([ROWS, BLOCK], ACC)
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        index = start + tl.arange(0, ROWS)
-        row = index[:, None].to(tl.int64)
+        row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < count) & present
         normed = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(ACC)
         dy = tl.load(dout + row * dout_stride + columns, mask=inside, other=0.0).to(ACC)
-        inverse = tl.load(rstd + index, mask=index < count, other=0.0)[:, None]
+        inverse = tl.load(rstd + row, mask=row < count, other=0.0)
         if LAYER:
-            normed -= tl.load(mean + index, mask=index < count, other=0.0)[:, None]
+            normed -= tl.load(mean + row, mask=row < count, other=0.0)
             bias_sum += dy
         normed *= inverse
         weight_sum += dy * normed
         dy *= tl.load(weight + columns, mask=present, other=0.0).to(ACC)
-        along = tl.sum(dy * normed, 1)[:, None] / width
+        along = tl.sum(dy * normed, 1, keep_dims=True) / width
         if LAYER:
-            dy -= tl.sum(dy, 1)[:, None] / width
+            dy -= tl.sum(dy, 1, keep_dims=True) / width
         grad = (dy - normed * along) * inverse
         if dtotal is not None:
             grad += tl.load(dtotal + row * dtotal_stride + columns, mask=inside, other=0.0).to(ACC)
         tl.store(dx + row * width + columns, grad, mask=inside)
     place = tl.program_id(0) * width + columns
-    tl.store(dweight + place, tl.sum(weight_sum, 0)[None, :], mask=present)
+    tl.store(dweight + place, tl.sum(weight_sum, 0, keep_dims=True), mask=present)
     if LAYER:
-        tl.store(dbias + place, tl.sum(bias_sum, 0)[None, :], mask=present)
+        tl.store(dbias + place, tl.sum(bias_sum, 0, keep_dims=True), mask=present)
 
 
 @triton.jit
@@ -372,19 +369,17 @@ def _norm_wide_sums(
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     present = columns < width
     weight_sum = tl.zeros([ROWS, BLOCK], ACC)
-    if LAYER:
-        bias_sum = tl.zeros([ROWS, BLOCK], ACC)
+    bias_sum = tl.zeros([ROWS, BLOCK], ACC)
     for start in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
-        index = start + tl.arange(0, ROWS)
-        row = index[:, None].to(tl.int64)
+        row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < count) & present
         normed = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(ACC)
         dy = tl.load(dout + row * dout_stride + columns, mask=inside, other=0.0).to(ACC)
         if LAYER:
-            normed -= tl.load(mean + index, mask=index < count, other=0.0)[:, None]
+            normed -= tl.load(mean + row, mask=row < count, other=0.0)
             bias_sum += dy
-        weight_sum += dy * normed * tl.load(rstd + index, mask=index < count, other=0.0)[:, None]
+        weight_sum += dy * normed * tl.load(rstd + row, mask=row < count, other=0.0)
     place = tl.program_id(1) * width + columns
-    tl.store(dweight + place, tl.sum(weight_sum, 0)[None, :], mask=present)
+    tl.store(dweight + place, tl.sum(weight_sum, 0, keep_dims=True), mask=present)
     if LAYER:
-        tl.store(dbias + place, tl.sum(bias_sum, 0)[None, :], mask=present)
+        tl.store(dbias + place, tl.sum(bias_sum, 0, keep_dims=True), mask=present)

@@ -108,10 +108,10 @@ def _softmax_rows(
         seen = seen & (tl.load(mask + place, mask=seen, other=0) != 0)
     x = tl.load(scores + row * stride + key, mask=seen, other=float("-inf")).to(ACC) * SCALE
     x = tl.where(seen, x, float("-inf"))
-    top = tl.max(x, 1)[:, None]
+    top = tl.max(x, 1, keep_dims=True)
     # A row that sees nothing has no finite maximum to subtract, and no sum to divide by.
     share = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(share, 1)[:, None]
+    total = tl.sum(share, 1, keep_dims=True)
     tl.store(out + row * keys + key, share / tl.where(total == 0.0, 1.0, total), mask=inside)
 
 
@@ -125,4 +125,4 @@ def _softmax_rows_grad(
     inside = (row < count) & (columns < width)
     p = tl.load(probs + row * stride + columns, mask=inside, other=0.0).to(ACC)
     dp = tl.load(dprobs + row * dprobs_stride + columns, mask=inside, other=0.0).to(ACC)
-    tl.store(out + row * width + columns, (dp - tl.sum(p * dp, 1)[:, None]) * p * SCALE, mask=inside)
+    tl.store(out + row * width + columns, (dp - tl.sum(p * dp, 1, keep_dims=True)) * p * SCALE, mask=inside)

@@ -6,14 +6,15 @@ import difflib
 import math
 from pathlib import Path
 
-from megalite.config.check_moe import divisors, is_pattern, moe_layers, moe_problems
+from megalite.config.check_moe import divisors, moe_layers, moe_problems
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
 from megalite.kernels.attention_backends import AttentionNeeds, backend_problems
 from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, RankGrid
-from megalite.nn.config import ModelConfig, pattern_problem, rope_problems
+from megalite.nn.config import ModelConfig, rope_problems
+from megalite.pattern import is_pattern, pattern_problem
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
 from megalite.pipeline.partition import partition
@@ -140,9 +141,11 @@ def _model_problems(model: ModelConfig) -> list[str]:
 
 def _operator_problems(model: ModelConfig) -> list[str]:
     """Whether the layers that attend can be told from the convolutions, and what they see is something."""
-    found = [*_layer_problems(model, "attention_layers"), *_layer_problems(model, "window_layers")]
+    patterns = {"attention_layers": model.attention_layers, "window_layers": model.window_layers}
+    problems = (pattern_problem(text, f"model.{name}", model.num_layers) for name, text in patterns.items())
+    found = [problem for problem in problems if problem is not None]
     pattern = model.attention_layers
-    if pattern != "all" and model.name != "lfm2" and pattern_problem(pattern) is None:
+    if pattern != "all" and model.name != "lfm2" and is_pattern(pattern):
         found.append(f"model.attention_layers={pattern}: all layers of {model.name} attend; use all, or name=lfm2")
     if model.conv_kernel_size < 1:
         found.append(f"model.conv_kernel_size={model.conv_kernel_size} must be at least 1")
@@ -156,28 +159,14 @@ def _operator_problems(model: ModelConfig) -> list[str]:
     return found
 
 
-def _layer_problems(model: ModelConfig, field: str) -> list[str]:
-    """Whether the pattern of `field` can be read and names layers of the model."""
-    pattern = getattr(model, field)
-    if (problem := pattern_problem(pattern, field)) is not None:
-        return [problem]
-    beyond = [number for number in pattern.split(",") if number.isdigit() and int(number) >= model.num_layers]
-    if not beyond:
-        return []
-    return [
-        f"model.{field}={pattern}: no layer {', '.join(beyond)} among num_layers={model.num_layers};"
-        f" they are 0 to {model.num_layers - 1}"
-    ]
-
-
 def _cut_problems(config: Config) -> list[str]:
     """Whether tensor parallelism cuts every dim into equal parts."""
-    model, parallel, tp = config.model, config.parallel, config.parallel.tp
+    model, tp = config.model, config.parallel.tp
     if min(tp, model.num_heads, model.kv_heads, model.ffn_size) < 1:
         return []  # reported already
     found: list[str] = []
     sizes = {"num_heads": model.num_heads}
-    if not model.num_experts or not is_pattern(model) or len(moe_layers(model)) < model.num_layers:
+    if not model.num_experts or not is_pattern(model.moe_layers) or len(moe_layers(model)) < model.num_layers:
         sizes["ffn_hidden_size"] = model.ffn_size  # of the dense layers
     for name, size in sizes.items():
         if size % tp:
@@ -191,18 +180,31 @@ def _cut_problems(config: Config) -> list[str]:
         )
     if model.vocab_size < tp:
         found.append(f"model.vocab_size={model.vocab_size} is less than parallel.tp={tp}: a rank would hold no row")
-    heads, exchanged = model.num_heads // tp, parallel.head_exchange_size
-    if exchanged > 1 and model.num_heads % tp == 0 and heads % exchanged:
-        found.append(
-            f"parallel.cp_mode={parallel.cp_mode} exchanges the {heads} heads of a rank (num_heads={model.num_heads} /"
-            f" tp={tp}) over {exchanged} ranks, which must divide them: they can be {divisors(heads)}; or use ring"
-        )
+    found += _context_problems(config)
     seq_len = config.data.seq_len
     if model.name == "gpt2" and seq_len > model.max_positions:
         found.append(
             f"data.seq_len={seq_len} is longer than model.max_positions={model.max_positions}, the learned positions;"
             f" use seq_len <= {model.max_positions} or max_positions >= {seq_len}"
         )
+    return found
+
+
+def _context_problems(config: Config) -> list[str]:
+    """Whether the layers that cp_mode sets apart are there, and have heads enough for their mode."""
+    model, parallel, found = config.model, config.parallel, []
+    for pattern, _ in parallel.cp_exceptions:
+        problem = pattern_problem(pattern, f"parallel.cp_mode={parallel.cp_mode}: layers", model.num_layers)
+        found += [problem] if problem is not None else []
+    tp, heads = parallel.tp, model.num_heads // parallel.tp
+    for mode in parallel.cp_modes:
+        exchanged = parallel.head_exchange_size(mode)
+        if exchanged > 1 and model.num_heads % tp == 0 and heads % exchanged:
+            found.append(
+                f"parallel.cp_mode={parallel.cp_mode} exchanges the {heads} heads of a rank (num_heads="
+                f"{model.num_heads} / tp={tp}) over {exchanged} ranks, which must divide them: they can be"
+                f" {divisors(heads)}; or use ring"
+            )
     return found
 
 
@@ -286,7 +288,7 @@ def _end_problems(config: Config, plan: Plan) -> list[str]:
 def _kernel_problems(config: Config) -> list[str]:
     """Whether the named backends can do what some layer of the model asks of them."""
     model = config.model
-    if pattern_problem(model.window_layers) is not None:
+    if not is_pattern(model.window_layers):
         return []  # reported already
     window = max((model.window_of(layer) for layer in range(model.num_layers)), default=0)
     needs = AttentionNeeds(

@@ -6,7 +6,8 @@ import math
 
 from megalite.config.sections import Config
 from megalite.mpu import ParallelConfig
-from megalite.nn.config import ModelConfig, pattern_problem
+from megalite.nn.config import ModelConfig
+from megalite.pattern import pattern_problem
 
 
 def moe_problems(config: Config) -> list[str]:
@@ -40,11 +41,6 @@ def moe_problems(config: Config) -> list[str]:
     ]
 
 
-def is_pattern(model: ModelConfig) -> bool:
-    """Whether `model.moe_layers` can be read."""
-    return pattern_problem(model.moe_layers) is None
-
-
 def moe_layers(model: ModelConfig) -> list[int]:
     """The layers that hold experts."""
     return [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
@@ -67,16 +63,8 @@ def _without_experts(parallel: ParallelConfig) -> list[str]:
 def _layer_problems(model: ModelConfig) -> list[str]:
     """Whether the pattern names layers of the model, and any."""
     pattern, last = model.moe_layers, model.num_layers - 1
-    problem = pattern_problem(pattern)
-    if problem is not None:
+    if (problem := pattern_problem(pattern, "model.moe_layers", model.num_layers)) is not None:
         return [problem]
-    listed = [int(number) for number in pattern.split(",")] if pattern[0].isdigit() else []
-    beyond = [str(layer) for layer in listed if layer > last]
-    if beyond:
-        return [
-            f"model.moe_layers={pattern}: no layer {', '.join(beyond)} among num_layers={last + 1};"
-            f" they are 0 to {last}"
-        ]
     if not moe_layers(model):
         kind = pattern.partition(":")[0]
         most = last + 1 if kind == "every" else last

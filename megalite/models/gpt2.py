@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from megalite.models.transformer import Transformer, TransformerLayer
-from megalite.nn.attention import ParallelAttention
+from megalite.nn.attention import BiasedAttention
 from megalite.nn.experts import GeluExperts
 from megalite.nn.mlp import GeluMLP
 from megalite.nn.moe import MoELayer
 from megalite.nn.norm import LayerNorm
-
-
-class GPT2Attention(ParallelAttention):
-    """Attention with biases."""
-
-    bias = True
 
 
 class GPT2MoE(MoELayer):
@@ -27,7 +21,7 @@ class GPT2Layer(TransformerLayer):
     """Pre-norm layer with LayerNorm, biases and GELU."""
 
     norm_cls = LayerNorm
-    attention_cls = GPT2Attention
+    attention_cls = BiasedAttention
     mlp_cls = GeluMLP
     moe_cls = GPT2MoE
 

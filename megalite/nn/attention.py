@@ -56,10 +56,11 @@ class ParallelAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
         super().__init__()
-        if problems := head_problems(config.num_heads, config.kv_heads, mpu.tp.size):
+        self.across = ContextAttention.of(mpu, layer)
+        problems = head_problems(config.num_heads, config.kv_heads, mpu.tp.size)
+        if problems := problems or self.across.problems(config.num_heads // mpu.tp.size):
             raise ValueError("\n".join(problems))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
-        self.across = ContextAttention.of(mpu)
         self.scale, self.softcap, self.window = config.score_scale, config.attention_softcap, config.window_of(layer)
         self.sinks = HeadSinks(config, mpu) if config.attention_sinks else None
         self.is_plain = not (self.softcap or config.attention_sinks)
@@ -102,7 +103,8 @@ class ParallelAttention(nn.Module):
                 context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
             )
             dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
-        if (backend := self._causal_backend(qkv, p, context)) is not None:
+        whole = context.cut.axis.size == 1 and context.batch.documents is None
+        if whole and (backend := self._causal_backend(qkv.device, p, context.batch.seq_len)) is not None:
             return self._mix(qkv, backend, dropout, context.rope)
         q, k, v = self.heads(qkv)
         if context.rope is not None:
@@ -136,15 +138,21 @@ class ParallelAttention(nn.Module):
             return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=sinks)
         return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=sinks)
 
-    def _causal_backend(self, qkv: Tensor, dropout: float, context: Context) -> CausalBackend | None:
-        """The backend for causal attention in rows that are whole here and one document each; None where it is more."""
-        whole = context.cut.axis.size == 1 and context.batch.documents is None
-        limited = 0 < self.window < context.batch.seq_len
+    def _causal_backend(self, device: torch.device, dropout: float, seq_len: int) -> CausalBackend | None:
+        """The backend for whole rows of one document; None where it is more than causal attention."""
         own = type(self).kernel is not ParallelAttention.kernel
-        if own or limited or not (whole and self.is_plain):
+        if own or 0 < self.window < seq_len or not self.is_plain:
             return None
-        backend = resolve_attention(self.choice, device=qkv.device, dropout=dropout, seq_len=qkv.shape[0])
+        backend = resolve_attention(self.choice, device=device, dropout=dropout, seq_len=seq_len)
         return backend if backend in ("sdpa", "block") else None
+
+    def describe(self, device: torch.device, dtype: torch.dtype, seq_len: int, *, documents: bool) -> str:
+        """What this layer trains with, for the log; `documents`: rows may hold several, or padding."""
+        cut = self.across.num_ranks > 1
+        backend = None if cut or documents else self._causal_backend(device, self.dropout, seq_len)
+        found: str = backend or self.kernel(torch.empty(0, device=device, dtype=dtype), self.dropout).name
+        window = f" in a window of {self.window}" if self.window else ""
+        return found + window + (f" by {self.across.mode}" if cut else "")
 
     def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
         """Causal attention within rows that are whole here and one document each."""

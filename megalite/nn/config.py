@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from megalite.kernels.rope import RopeKind, RopeScaling
+from megalite.pattern import in_pattern
 
 AuxLoss = Literal["none", "sequence", "global", "global_exact", "micro_batch"]
 Routing = Literal["top_k", "sinkhorn", "expert_choice"]
@@ -66,29 +66,6 @@ class MoEConfig:
     """Width of the expert that every token uses; 0: none."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by sigmoid of a learned projection (Qwen2-MoE)."""
-
-
-def pattern_problem(pattern: str, field: str = "moe_layers") -> str | None:
-    """Why `pattern`, of the field `field`, names no layers, or None."""
-    if re.fullmatch(r"all|(but_)?every:[1-9]\d*|from:\d+|\d+(,\d+)*", pattern):
-        return None
-    return (
-        f"model.{field}={pattern!r} should be all, every:N (N >= 1), but_every:N, from:N or layer numbers such as 1,3,5"
-    )
-
-
-def in_pattern(layer: int, pattern: str) -> bool:
-    """Whether `pattern` names global layer number `layer`."""
-    kind, _, number = pattern.partition(":")
-    if kind == "all":
-        return True
-    if kind == "every":
-        return layer % int(number) == int(number) - 1
-    if kind == "but_every":
-        return layer % int(number) != int(number) - 1
-    if kind == "from":
-        return layer >= int(number)
-    return layer in {int(n) for n in pattern.split(",")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +212,9 @@ class ModelConfig(MoEConfig):
 
     @property
     def common_window(self) -> int:
-        """The sliding window that all layers have; 0 where one has none."""
-        return min((self.window_of(layer) for layer in range(self.num_layers)), default=0)
+        """The sliding window that all attention layers have; 0 where one has none."""
+        layers = (layer for layer in range(self.num_layers) if self.is_attention_layer(layer))
+        return min((self.window_of(layer) for layer in layers), default=0)
 
     def is_attention_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""

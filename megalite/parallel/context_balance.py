@@ -36,6 +36,13 @@ def zigzag(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
     return torch.stack([torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])) for rank in range(cp)])
 
 
+def zigzag_then_runs(seq_len: int, cp: int, window: int) -> Tensor:
+    """int64 [cp, seq_len / cp]: a zigzag of the first `window` tokens, which see fewer, and a run of the others."""
+    first = min(-(-window // (2 * cp)) * 2 * cp, seq_len)
+    runs = torch.arange(first, seq_len).view(cp, -1)
+    return torch.cat((zigzag(first, cp), runs), 1)
+
+
 def deal_row(starts: Tensor, cp: int, window: int = 0, tolerance: float = TOLERANCE) -> Tensor:
     """int64 [cp, s / cp]: the places of each rank in a row whose documents begin at `starts`, int64 [s].
 
@@ -53,11 +60,13 @@ def deal_row(starts: Tensor, cp: int, window: int = 0, tolerance: float = TOLERA
 
 
 def _cuts(starts: Tensor, cp: int, window: int) -> Iterator[Tensor]:
-    """Cuts worth a look: contiguous, zigzag, and dealt in ever smaller blocks until these are even."""
+    """Cuts worth a look: contiguous, zigzag, both in turn, and dealt in ever smaller blocks until these are even."""
     s = len(starts)
     n = s // cp
     yield torch.arange(s).view(cp, n)
     yield zigzag(s, cp)
+    if 0 < window < s:
+        yield zigzag_then_runs(s, cp, window)
     places = torch.arange(s)
     seen = places - starts + 1 if not window else (places - starts + 1).clamp(max=window)
     so_far = torch.cat((seen.new_zeros(1), seen.cumsum(0)))

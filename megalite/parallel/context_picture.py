@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from megalite.grid import ParallelConfig
 from megalite.parallel.context_balance import imbalance
 from megalite.parallel.context_plan import Block, GatherPlan, Needs, RingPlan, Sight, gather_plan, ring_plan
+from megalite.parallel.head_exchange import kv_repeats
 
 COLOURS = ("#4878cf", "#e07b39", "#59a14f", "#b65fbf", "#d8b13a", "#3fb0b0", "#c44e52", "#8c6d4f")
 
@@ -53,15 +53,18 @@ class ContextPicture:
     def name_of(self, block: int) -> str:
         """The ranks whose colour a block has."""
         first, size = block * self.ranks_together, self.ranks_together
-        return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}, some heads each"
+        return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}: 1/{size} of heads each"
 
 
-def context_picture(sight: Sight, parallel: ParallelConfig, heads: Heads, *, cells: int = 32) -> ContextPicture:
-    """The picture of one row ([cp, n, 1] in `sight`) under a context-parallel mode."""
-    size, cp = parallel.head_exchange_size, sight.num_ranks
+def context_picture(
+    sight: Sight, parallel: ParallelConfig, heads: Heads, *, layer: int = 0, cells: int = 32
+) -> ContextPicture:
+    """The picture of one row ([cp, n, 1] in `sight`) in a layer."""
+    mode, cp = parallel.cp_mode_of(layer), sight.num_ranks
+    size = parallel.head_exchange_size(mode)
     joined, _ = sight.joined(size)
     needs = Needs(joined)
-    make = gather_plan if parallel.cp_mode == "all_gather" else ring_plan
+    make = gather_plan if mode == "all_gather" else ring_plan
     plans = [make(joined, rank, needs) for rank in range(joined.num_ranks)]
     s = sight.places.numel()
     cells = min(cells, s)
@@ -75,7 +78,7 @@ def context_picture(sight: Sight, parallel: ParallelConfig, heads: Heads, *, cel
     area = (borders[1:] - borders[:-1])[:, None] * (borders[1:] - borders[:-1])
     forward, backward = _bytes(plans, size, s // cp, heads)
     return ContextPicture(
-        title=_title(parallel, cp),
+        title=_title(parallel, mode),
         ranks_together=size,
         rank=torch.where(computed, counts.sum(1).argmax(0), -1),
         step=torch.where(computed, counts.sum(0).argmax(0), -1),
@@ -86,9 +89,9 @@ def context_picture(sight: Sight, parallel: ParallelConfig, heads: Heads, *, cel
     )
 
 
-def _title(parallel: ParallelConfig, cp: int) -> str:
-    inner = f" in blocks of {parallel.cp_ulysses}" if parallel.cp_mode == "ulysses_ring" else ""
-    return f"{parallel.cp_mode}{inner}, cp={cp}"
+def _title(parallel: ParallelConfig, mode: str) -> str:
+    inner = f" in blocks of {parallel.cp_ulysses}" if mode == "ulysses_ring" else ""
+    return f"{mode}{inner}, cp={parallel.cp}"
 
 
 def _blocks(plan: RingPlan | GatherPlan) -> Iterable[tuple[int, Block]]:
@@ -115,9 +118,7 @@ def _cells(sight: Sight, rank: int, block: Block, cells: int) -> Tensor:
 
 def _bytes(plans: Sequence[RingPlan | GatherPlan], size: int, tokens: int, heads: Heads) -> tuple[Tensor, Tensor]:
     """(forward, backward) bytes that each rank sends, int64 [cp]."""
-    kv_heads = heads.kv_heads
-    while size > 1 and (kv_heads % size or heads.num_heads % kv_heads):
-        kv_heads += heads.kv_heads
+    kv_heads = heads.kv_heads * kv_repeats(heads.num_heads, heads.kv_heads, size)
     token = 2 * kv_heads // size * heads.head_size
     wide = max(4, heads.bytes_per_element)
     all_heads = 2 * (heads.num_heads + kv_heads) * heads.head_size * heads.bytes_per_element
@@ -128,56 +129,12 @@ def _bytes(plans: Sequence[RingPlan | GatherPlan], size: int, tokens: int, heads
     return next(found), next(found)
 
 
-_CELL, _LEFT, _TOP = 13, 16, 44
-
-
-def svg(pictures: Sequence[ContextPicture]) -> str:
-    """The pictures side by side as one SVG file: colours are ranks, numbers the steps of their plans."""
-    side = max(len(picture.rank) for picture in pictures) * _CELL
-    legend = max(len(set(picture.rank.flatten().tolist())) for picture in pictures)
-    width, height = _LEFT + len(pictures) * (side + 2 * _LEFT), _TOP + side + 64 + 16 * legend
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        "<style>text{font:11px sans-serif;fill:#222}.t{font-weight:bold;font-size:13px}"
-        ".n{font-size:8px;text-anchor:middle;fill:#fff}</style>",
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-    ]
-    for number, picture in enumerate(pictures):
-        lines.append(f'<g transform="translate({_LEFT + number * (side + 2 * _LEFT)} 0)">')
-        lines += _panel(picture)
-        lines.append("</g>")
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _panel(picture: ContextPicture) -> Iterable[str]:
-    cells = len(picture.rank)
-    yield f'<text x="0" y="18" class="t">{escape(picture.title)}</text>'
-    yield '<text x="0" y="36">queries down, keys to the right</text>'
-    yield f'<rect x="0" y="{_TOP}" width="{cells * _CELL}" height="{cells * _CELL}" fill="#f3f3f3"/>'
-    for i in range(cells):
-        for j in range(cells):
-            rank, step, share = int(picture.rank[i, j]), int(picture.step[i, j]), float(picture.share[i, j])
-            if rank < 0:
-                continue
-            x, y = j * _CELL, _TOP + i * _CELL
-            fill = COLOURS[rank % len(COLOURS)]
-            place = f'x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}"'
-            yield f'<rect {place} fill="{fill}" fill-opacity="{0.35 + 0.65 * min(share, 1.0):.2f}"/>'
-            yield f'<text x="{x + _CELL / 2 - 0.5}" y="{y + _CELL - 4}" class="n">{step}</text>'
-    y = _TOP + cells * _CELL + 18
-    yield f'<text x="0" y="{y}">imbalance of the work {picture.imbalance:.1%}</text>'
-    for number, line in enumerate(legend(picture)):
-        yield f'<rect x="0" y="{y + 8 + 16 * number}" width="10" height="10" fill="{line[0]}"/>'
-        yield f'<text x="16" y="{y + 17 + 16 * number}">{escape(line[1])}</text>'
-
-
-def legend(picture: ContextPicture) -> list[tuple[str, str]]:
-    """(colour, what it stands for) of each block of ranks."""
+def legend(picture: ContextPicture) -> list[tuple[str, str, str]]:
+    """(colour, who it stands for, what each of these sends forward and backward) of each block of ranks."""
     found, size = [], picture.ranks_together
     for block in range(len(picture.work) // size):
         sends = [bytes_text(part[block * size]) for part in (picture.forward_bytes, picture.backward_bytes)]
-        text = f"{picture.name_of(block)}: sends {sends[0]} + {sends[1]}"
-        found.append((COLOURS[block % len(COLOURS)], text))
+        found.append((COLOURS[block % len(COLOURS)], picture.name_of(block), " + ".join(sends)))
     return found
 
 

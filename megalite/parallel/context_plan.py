@@ -143,6 +143,10 @@ class Message:
         """Where a receiver puts the tokens."""
         return slice(self.start, self.start + self.count)
 
+    def to(self, device: torch.device) -> Message:
+        """The same on `device`."""
+        return self if self.index is None else replace(self, index=self.index.to(device))
+
 
 @dataclass
 class RingStep:
@@ -159,6 +163,12 @@ class RingStep:
     grad_sends: list[Message] = field(default_factory=list)
     grad_receives: list[Message] = field(default_factory=list)
 
+    def to(self, device: torch.device) -> RingStep:
+        """The same on `device`."""
+        groups = (self.sends, self.receives, self.grad_sends, self.grad_receives)
+        block = self.block.to(device) if self.block is not None else None
+        return RingStep(self.owner, block, *([message.to(device) for message in group] for group in groups))
+
 
 @dataclass(frozen=True)
 class RingPlan:
@@ -169,6 +179,10 @@ class RingPlan:
     """
 
     steps: Sequence[RingStep]
+
+    def to(self, device: torch.device) -> RingPlan:
+        """The same on `device`."""
+        return RingPlan([step.to(device) for step in self.steps])
 
     @property
     def tokens_sent(self) -> int:
@@ -196,6 +210,11 @@ class GatherPlan:
     receive_rows: Sequence[int]
     send: Tensor
     whole: bool
+
+    def to(self, device: torch.device) -> GatherPlan:
+        """The same on `device`."""
+        block, others = (part.to(device) if part is not None else None for part in (self.block, self.others))
+        return replace(self, block=block, others=others, send=self.send.to(device))
 
     @property
     def tokens_sent(self) -> int:

@@ -7,6 +7,7 @@ global model that they own with it, so that no rank ever gathers the model.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +67,7 @@ def prove_layouts(
     world: World,
     folder: Path,
     *,
-    num_steps: int = 3,
+    num_steps: int = 2,
     timeout: float = 600.0,
     setup: Callable[[], None] | None = None,
     wrap_data: WrapData = RaggedMasks,
@@ -74,15 +75,18 @@ def prove_layouts(
 ) -> Iterator[LayoutDifference]:
     """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
 
-    Everything is float64 with ragged loss masks; gradients are compared before clipping. `folder` holds the
-    reference. The config's own model runs; only the layout and the micro-batch size change. Each rank calls `setup`
-    (a function at the top of a module) first, for example to add an architecture to `MODELS`. `wrap_data`, another one,
-    makes what is trained on from the dataset and the seed.
+    Everything is float64 with ragged loss masks; gradients are compared before clipping. `folder` keeps the
+    references, one for a config: a second proof of the same one finds it there. The config's own model runs; only the
+    layout and the micro-batch size change. Each rank calls `setup` (a function at the top of a module) first, for
+    example to add an architecture to `MODELS`. `wrap_data`, another one, makes what is trained on from the dataset and
+    the seed.
     """
-    on_start("one rank")
     config = proof_config(config, num_steps)
-    reference = folder / "reference.safetensors"
-    world.run(_record, setup, wrap_data, Layout().apply(config), num_steps, reference, ranks=1, timeout=timeout)
+    alone = Layout().apply(config)
+    reference = folder / f"reference-{_digest(alone, num_steps, setup, wrap_data)}.safetensors"
+    if not reference.exists():
+        on_start("one rank")
+        world.run(_record, setup, wrap_data, alone, num_steps, reference, ranks=1, timeout=timeout)
     for layout in layouts:
         on_start(str(layout))
         begin = time.monotonic()
@@ -117,6 +121,12 @@ def proof_config(config: Config, num_steps: int) -> Config:
             optim, schedule="constant", warmup_steps=0, momentum=max(optim.momentum, 0.5), eps=max(optim.eps, 1e-3)
         ),
     )
+
+
+def _digest(config: Config, num_steps: int, *functions: Callable[..., Any] | None) -> str:
+    """What the numbers of a run on one rank depend on, in a few letters."""
+    names = [f"{function.__module__}.{function.__qualname__}" for function in functions if function is not None]
+    return hashlib.sha256(repr((config, num_steps, names)).encode()).hexdigest()[:16]
 
 
 def _steps(
@@ -177,7 +187,9 @@ def _record(
         found |= {f"{label}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
         for kind, shard, value in _tensors(training):
             found[f"{label}/{kind}/{_name(shard)}"] = value.detach().clone()
-    save_file(found, path)
+    partial = path.with_suffix(".partial")
+    save_file(found, partial)
+    partial.rename(path)
 
 
 @dataclass

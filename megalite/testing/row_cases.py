@@ -34,8 +34,12 @@ def _activation_cases() -> list[KernelCase]:
         for name, function in gated.items()
         for width in (14336, 28672)
     ]
+    gate_up, probs = torch.zeros(_ROWS, 2 * 1536, dtype=torch.bfloat16), torch.zeros(_ROWS)
+    dout = torch.zeros(_ROWS, 1536, dtype=torch.bfloat16)
     return [
         *cases,
+        _case("weighted_swiglu 1536", activation.weighted_swiglu, [gate_up, probs]),
+        _case("weighted_swiglu_backward 1536", activation.weighted_swiglu_backward, [dout, gate_up, probs]),
         _case("bias-gelu 16384", activation.gelu, [_rows(16384), _vector(16384)]),
         _case("gelu 16384", activation.gelu, [_rows(16384)]),
     ]
@@ -92,7 +96,7 @@ def _loss_cases() -> list[KernelCase]:
 def _optimizer_cases() -> list[KernelCase]:
     size = 1 << 16
     state = [torch.zeros(size) for _ in range(4)]
-    numbers = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    numbers: dict[str, Any] = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
     lowp, scalar = torch.zeros(size, dtype=torch.bfloat16), torch.ones(())
     key, elements = torch.zeros(2, dtype=torch.int32), torch.arange(size)
     return [

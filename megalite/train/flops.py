@@ -2,18 +2,20 @@
 
 A multiply-add is 2 FLOPs. The forward pass counts every matrix product with a weight (attention projections,
 feed-forward, output head; the input embedding is a look-up; of the experts, the top_k of a token) and the products of
-causal attention, of which only the half below the diagonal is needed and counted. Backward is twice the forward pass.
-Recomputation, norms, softmax, the taps of short convolutions and the optimizer do not count, so that the number
-measures the model and not the implementation (PaLM, arXiv:2204.02311, counts attention in full; here it is halved, as
-in current Megatron-LM).
+attention over the (query, key) pairs that causal order, documents and windows leave. Padding does not count. Backward
+is twice the forward pass. Recomputation, norms, softmax, the taps of short convolutions and the optimizer do not count,
+so that the number measures the model and not the implementation (PaLM, arXiv:2204.02311, counts all pairs of a row;
+current Megatron-LM half of them, whatever the documents).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megalite.batch import MicroBatch
 from megalite.nn.config import ModelConfig
 from megalite.train.config import TrainConfig
 
@@ -48,20 +50,49 @@ def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
     return model.hidden_size * (operator + matrices * width + router)
 
 
-def attention_flops(model: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs of the scores and the weighted values for one row, over all attention layers, causal half."""
-    num_layers = sum(model.is_attention_layer(layer) for layer in range(model.num_layers))
-    return 2 * seq_len * seq_len * model.num_heads * model.head_size * num_layers
+def windows(model: ModelConfig) -> tuple[int, ...]:
+    """The sliding windows of its attention layers, each once; 0 for none."""
+    layers = (layer for layer in range(model.num_layers) if model.is_attention_layer(layer))
+    return tuple(dict.fromkeys(model.window_of(layer) for layer in layers))
 
 
-def forward_flops(model: ModelConfig, seq_len: int) -> int:
-    """FLOPs of the forward pass of one row of `seq_len` tokens."""
-    return 2 * matmul_parameters(model) * seq_len + attention_flops(model, seq_len)
+def row_pairs(seq_len: int, window: int = 0) -> int:
+    """(query, key) pairs of causal attention in a row of one document."""
+    seen = min(seq_len, window or seq_len)
+    return seen * (seen + 1) // 2 + (seq_len - seen) * seen
+
+
+def batch_pairs(batches: Sequence[MicroBatch], window: int = 0) -> int:
+    """(query, key) pairs of causal attention inside the documents of whole rows, without those of padding."""
+    return sum(_pairs(batch, window) for batch in batches)
+
+
+def _pairs(batch: MicroBatch, window: int) -> int:
+    if batch.documents is None and batch.token_mask is None:
+        return batch.size * row_pairs(batch.seq_len, window)
+    seen = (batch.row_places + 1).expand_as(batch.tokens)
+    if batch.documents is not None:
+        seen = seen - batch.documents
+    if window:
+        seen = seen.clamp(max=window)
+    return int((seen if batch.token_mask is None else seen * batch.token_mask).sum())
+
+
+def attention_flops(model: ModelConfig, pairs: Mapping[int, int]) -> int:
+    """Forward FLOPs of scores and weighted values over all attention layers; pairs: (query, key) pairs by window."""
+    layers = (layer for layer in range(model.num_layers) if model.is_attention_layer(layer))
+    return 4 * model.num_heads * model.head_size * sum(pairs[model.window_of(layer)] for layer in layers)
+
+
+def batch_flops(model: ModelConfig, num_tokens: int, pairs: Mapping[int, int]) -> int:
+    """FLOPs of forward and backward over `num_tokens` tokens with so many (query, key) pairs by window."""
+    return (1 + BACKWARD) * (2 * matmul_parameters(model) * num_tokens + attention_flops(model, pairs))
 
 
 def step_flops(model: ModelConfig, seq_len: int, global_batch_size: int) -> int:
-    """FLOPs of one training step over the global batch, summed over all ranks."""
-    return (1 + BACKWARD) * forward_flops(model, seq_len) * global_batch_size
+    """FLOPs of one training step over full rows of one document each, summed over all ranks."""
+    pairs = {window: global_batch_size * row_pairs(seq_len, window) for window in windows(model)}
+    return batch_flops(model, global_batch_size * seq_len, pairs)
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
@@ -84,20 +115,16 @@ class Workload:
 
     samples: int
     tokens: int
-    flops: int
     num_ranks: int
     peak_tflops: float | None
     """Of one rank's device, where it is known."""
 
 
-def workload_of(
-    model: ModelConfig, train: TrainConfig, *, seq_len: int, num_ranks: int, device: torch.device
-) -> Workload:
-    """The step that these sections describe, on `num_ranks` devices like `device`."""
+def workload_of(train: TrainConfig, *, seq_len: int, num_ranks: int, device: torch.device) -> Workload:
+    """The step that these settings describe, on `num_ranks` devices like `device`."""
     return Workload(
         samples=train.global_batch_size,
         tokens=train.global_batch_size * seq_len,
-        flops=step_flops(model, seq_len, train.global_batch_size),
         num_ranks=num_ranks,
         peak_tflops=train.peak_tflops or peak_tflops(device, train.precision),
     )

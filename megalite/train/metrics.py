@@ -108,7 +108,8 @@ class StepMetrics:
     step_seconds: float
     """From the end of the step before to the end of this one, less evaluation and checkpoints."""
     tflops_per_second: float
-    """Model TFLOP/s per rank: forward and backward, nothing that is computed twice (megalite.train.flops)."""
+    """Model TFLOP/s per rank: forward and backward over tokens that are no padding and the pairs of them that attention
+    sees, nothing that is computed twice (megalite.train.flops)."""
     mfu: float | None
     """tflops_per_second / the peak of the device; left out where the peak is not known."""
     peak_memory_mb: float

@@ -17,12 +17,13 @@ from rich.table import Table
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.data.indexed import FormatError
-from megalite.kernels.attention_backends import resolve_attention
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.kernels.grouped import resolve_grouped
 from megalite.mpu import ParallelState
+from megalite.nn.attention import ParallelAttention
 from megalite.optim.optimizer import NonFiniteGradient
+from megalite.parallel.context import row_multiple
 from megalite.parallel.shard import shard_of
 from megalite.pipeline.measured import TRACE
 from megalite.train.build import Sections, build_training
@@ -82,6 +83,8 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
             choices = choose_kernels(config, launch.device)
             training = build_training(config, mpu, launch.device)
             check_agreement(config, training)
+            if attention := attention_kinds(config, training):
+                choices = {"attention": attention} | choices
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
         if config.train.trace_pipeline:
@@ -139,10 +142,7 @@ def _told_plainly(*errors: type[Exception]) -> Iterator[None]:
 def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     """Sets this process up for its device; returns what was chosen, by operation, for the log."""
     kernels: KernelConfig = config.kernels
-    seq_len, dropout = config.data.seq_len, config.model.attention_dropout
-    choices: dict[str, str] = {
-        "attention": resolve_attention(kernels.attention, device=device, dropout=dropout, seq_len=seq_len)
-    }
+    choices: dict[str, str] = {}
     if config.model.num_experts:
         choices["experts"] = resolve_grouped(kernels.grouped, device=device, dtype=config.train.dtype)
     if device.type == "cpu":
@@ -150,6 +150,25 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
             choices["float32 products"] = set_fp32_gemm(kernels.fp32_gemm)
         choices["malloc"] = "tuned" if kernels.malloc_tuning and tune_malloc() else "as it is"
     return choices
+
+
+def attention_kinds(config: Sections, training: Training) -> str:
+    """What the layers attend with, on every rank: `block`, or each kind with the layers that are of it."""
+    data, parallel = config.data, config.parallel
+    padded = data.seq_len % row_multiple(parallel.cp, parallel.tp, parallel.sequence_parallel) > 0
+    mine = {
+        module.layer: module.describe(
+            training.device, config.train.dtype, data.seq_len, documents=data.reset_attention or padded
+        )
+        for stage in training.stages.values()
+        for module in stage.modules()
+        if isinstance(module, ParallelAttention)
+    }
+    by_layer = {layer: kind for part in training.mpu.pp.gather_objects(mine) for layer, kind in part.items()}
+    layers = {kind: [layer for layer in sorted(by_layer) if by_layer[layer] == kind] for kind in by_layer.values()}
+    if len(layers) < 2:
+        return ", ".join(layers)
+    return ", ".join(f"{kind} (layers {', '.join(map(str, numbers))})" for kind, numbers in layers.items())
 
 
 def count_parameters(training: Training) -> tuple[int, int]:

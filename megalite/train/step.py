@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalite.batch import BatchTotals
 from megalite.data.build import Datasets
-from megalite.data.sampler import GlobalBatches, fold_fingerprint
+from megalite.data.sampler import GlobalBatches, LocalBatch, fold_fingerprint
 from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -19,6 +19,7 @@ from megalite.optim.lr import lr_at
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.data import DataParallel
 from megalite.pipeline.executor import Executor
+from megalite.train.flops import batch_flops, batch_pairs, windows
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class StepResult:
 
     loss: the sum over all valid tokens of the global batch / their number, which is what was optimised.
     grad_norm: global, before clipping. num_tokens: valid tokens. sample_fingerprint: of the samples consumed.
-    router_loads: of the mixture-of-experts layers, if there are any. loss_scale: what the gradients were multiplied by.
+    model_flops: of the global batch (`megalite.train.flops`). router_loads: of the mixture-of-experts layers, if there
+    are any. loss_scale: what the gradients were multiplied by.
     """
 
     loss: float
@@ -36,6 +38,7 @@ class StepResult:
     num_tokens: int
     skipped: bool
     sample_fingerprint: int
+    model_flops: int
     router_loads: RouterLoads | None = None
     loss_scale: float | None = None
 
@@ -77,7 +80,7 @@ def train_step(training: Training, step: int) -> StepResult:
 
     # The loss is a mean over the valid tokens of the whole global batch. Their number is known before the first
     # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
-    totals = mpu.dp.all_reduce(local.totals().to(mpu.dp.device))
+    totals, flops = _global_totals(training, local)
     num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[2]))
     scale = training.optimizer.loss_scale
     of_batch = BatchTotals(num_rows=training.batches.global_batch_size, num_tokens=int(totals[1]), loss_scale=scale)
@@ -95,7 +98,18 @@ def train_step(training: Training, step: int) -> StepResult:
     loads = _finish_routers(training, updated=not update.skipped)
     loss = _global_mean(loss_sum, num_tokens, mpu)
     scale = scale if training.optimizer.scaler is not None else None
-    return StepResult(loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, loads, scale)
+    return StepResult(
+        loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, flops, loads, scale
+    )
+
+
+def _global_totals(training: Training, local: LocalBatch) -> tuple[Tensor, int]:
+    """(`LocalBatch.totals` of the global batch, the FLOPs that the model needs for it), on every rank."""
+    mine, seen = local.totals(), windows(training.model)
+    pairs = torch.tensor([batch_pairs(local.microbatches, window) for window in seen], dtype=torch.int64)
+    totals = training.mpu.dp.all_reduce(torch.cat((mine, pairs)).to(training.mpu.dp.device))
+    pairs = dict(zip(seen, totals[len(mine) :].tolist(), strict=True))
+    return totals, batch_flops(training.model, int(totals[1]), pairs)
 
 
 def _finish_routers(training: Training, *, updated: bool, survey: bool = False) -> RouterLoads | None:

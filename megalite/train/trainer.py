@@ -100,7 +100,6 @@ class Trainer:
         self._stop = stop if stop is not None else StopRequest()
         self._step_fn, self._evaluate_fn = step_fn, evaluate_fn
         self._workload = workload_of(
-            config.model,
             config.train,
             seq_len=config.data.seq_len,
             num_ranks=training.mpu.world.size,
@@ -182,7 +181,7 @@ class Trainer:
         self._check_finite(metrics)
 
     def _metrics(self, result: StepResult, speed: Speed) -> StepMetrics:
-        tflops = self._workload.flops / speed.seconds / self._workload.num_ranks / 1e12 if speed.seconds > 0 else 0.0
+        tflops = result.model_flops / speed.seconds / self._workload.num_ranks / 1e12 if speed.seconds > 0 else 0.0
         peak = self._workload.peak_tflops
         return StepMetrics(
             step=self.step,

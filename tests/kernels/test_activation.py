@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import activation
-from megalite.kernels.activation import gelu, swiglu, swiglu_packed
+from megalite.kernels.activation import geglu, geglu_packed, gelu, swiglu, swiglu_packed
 
 
 def grads(out: Tensor, inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
@@ -70,3 +70,11 @@ def test_keep_only_their_inputs() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         swiglu_packed(packed)
     assert [t.data_ptr() for t in saved] == [packed.data_ptr()]
+
+
+def test_geglu_forms_agree() -> None:
+    x = torch.randn(5, 14, dtype=torch.float64)
+    gate, up = x.chunk(2, -1)
+    exact = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(geglu(gate, up), exact)
+    torch.testing.assert_close(geglu_packed(x), exact)

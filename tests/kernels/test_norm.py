@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.norm import layer_norm, rms_norm
+from megalite.kernels.norm import layer_norm, layer_norm_add, rms_norm, rms_norm_add
 
 SHAPES = [(7, 3, 33), (1, 1, 1), (5, 1000), (0, 2, 16), (33, 2880)]
 
@@ -72,3 +72,15 @@ def test_strided_input_and_gradient() -> None:
     x, dy, weight = wide[..., 3:19], wide.transpose(0, 1)[..., ::2][..., :16].transpose(0, 1), torch.randn(16).double()
     for ours, exact in zip(run(x, weight, None, dy, ours=True), run(x, weight, None, dy, ours=False), strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_residual_forms_normalise_the_rounded_sum(dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(5, 33).to(dtype).requires_grad_() for _ in range(2))
+    weight, bias = (torch.randn(33).to(dtype) for _ in range(2))
+    out, total = rms_norm_add(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual) and torch.equal(out, rms_norm(total, weight, 1e-5))
+    grads = torch.autograd.grad((out, total), (x, residual), (torch.ones_like(x), torch.ones_like(x)))
+    assert torch.equal(grads[0], grads[1])
+    out, total = layer_norm_add(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual) and torch.equal(out, layer_norm(total, weight, bias, 1e-5))

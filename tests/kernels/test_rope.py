@@ -142,3 +142,14 @@ def test_gradient_of_tables_with_a_factor() -> None:
     assert scaling.table_factor > 1.1
     x = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: apply_rope(t, *tables), (x,))
+
+
+def test_interleaved_pairs_are_halves_in_another_order() -> None:
+    x, (cos, sin) = torch.randn(5, 3, 2, 10, dtype=torch.float64, requires_grad=True), tables(5, 3, 8)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7, 8, 9])
+    ours = apply_rope(x, cos, sin, interleaved=True)
+    halves = apply_rope(x[..., order], cos, sin)
+    torch.testing.assert_close(ours[..., order], halves, rtol=1e-14, atol=1e-14)
+    dy = torch.randn_like(x)
+    for a, b in zip(torch.autograd.grad(ours[..., order], x, dy), torch.autograd.grad(halves, x, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)

@@ -51,8 +51,8 @@ ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
 
 @pytest.mark.parametrize(("model", "layout"), ROWS, ids=[f"{m}-{lay}" for m, lay in (*COVER, *FULL)])
-def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    config = dataclasses.replace(config_for("llama", tokens, tmp_path), model=MODELS[model])
-    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, timeout=120.0)
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    config = dataclasses.replace(config_for("llama", tokens, references), model=MODELS[model])
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, references, timeout=120.0)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10

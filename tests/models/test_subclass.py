@@ -22,10 +22,10 @@ def add_primer() -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2+dp2+recompute:full"])
-def test_a_users_architecture(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("llama", tokens, tmp_path)
+def test_a_users_architecture(layout: str, tokens: str, references: Path, world: World) -> None:
+    config = config_for("llama", tokens, references)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="primer", ffn_hidden_size=32))
-    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, setup=add_primer)
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, references, setup=add_primer)
     assert difference.passed, difference.first_diff
 
 

@@ -80,9 +80,9 @@ def test_chunks_on_every_cut(kind: type[ParallelMLP], world: World) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp+recompute:full", "pp2:zb_h1", "tp2+pp2"])
-def test_models_in_chunks(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("moe-gpt2" if layout == "tp2+pp2" else "llama", tokens, tmp_path, sequence_chunk=20)
-    (found,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, num_steps=1, timeout=120.0)
+def test_models_in_chunks(layout: str, tokens: str, references: Path, world: World) -> None:
+    config = config_for("moe-gpt2" if layout == "tp2+pp2" else "llama", tokens, references, sequence_chunk=20)
+    (found,) = prove_layouts(config, [parse_layout(layout)], world, references, num_steps=1, timeout=120.0)
     assert found.passed, found.first_diff
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding, apply_rotary_pos_emb
 
-from megalite.kernels.rope import RopeScaling, rope_tables
+from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
 from megalite.nn.config import ModelConfig, rope_problems
+from tests.hugging_face import float64
 
 PLAIN = ModelConfig(hidden_size=64, num_heads=4)
 
@@ -22,10 +25,23 @@ def test_fields_reach_the_tables() -> None:
 
 
 @pytest.mark.parametrize("percent", [0.25, 0.5, 1.0])
-def test_part_of_a_head_turns(percent: float) -> None:
-    config = replace(PLAIN, rope_percent=percent)
-    cos, _ = rope_tables(torch.arange(3)[:, None], config.rotary_dim, config.rope_theta)
-    assert cos.shape == (3, 1, 16 * percent / 2) and rope_problems(config) == []
+def test_part_of_a_head_turns_as_in_gpt_neox(percent: float) -> None:
+    config = replace(PLAIN, rope_percent=percent, rope_theta=700.0)
+    assert rope_problems(config) == []
+    positions = torch.tensor([[0, 40], [1, 7], [2, 511]])
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 3, 2, 4, 16, generator=generator, dtype=torch.float64).unbind(0)
+    tables = rope_tables(positions, config.rotary_dim, config.rope_theta, torch.float64)
+    parameters = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": percent}
+    with float64():
+        rotary = GPTNeoXRotaryEmbedding(
+            GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
+        )
+        theirs = apply_rotary_pos_emb(
+            q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), *rotary(q, positions.t().contiguous())
+        )
+    for ours, wanted in zip((q, k), theirs, strict=True):
+        torch.testing.assert_close(apply_rope(ours, *tables), wanted.permute(2, 0, 1, 3), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

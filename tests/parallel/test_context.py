@@ -130,7 +130,11 @@ def test_lengths_with_large_prime_factors_are_even(seq_len: int) -> None:
 @pytest.mark.parametrize("window", [16, 500, 2048, 9000])
 def test_one_document_under_a_window_is_even(window: int, cp: int) -> None:
     places = row_places(batch_of(8192, rows=1), cp, window)
-    assert imbalance(Sight.causal(places, None, window).num_pairs) <= 0.02
+    sight = Sight.causal(places, None, window)
+    assert imbalance(sight.num_pairs) <= 0.02
+    sent = sum(ring_plan(sight, rank).tokens_sent for rank in range(cp))
+    # the first `window` tokens to all ranks, and what each rank holds last to the next one
+    assert sent <= min(2 * (cp - 1) * window, (cp - 1) * 8192 * 3 // 4)
 
 
 def test_a_document_beside_many_short_ones() -> None:

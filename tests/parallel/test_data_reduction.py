@@ -14,7 +14,7 @@ from megalite.parallel.shard import shard_of
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.testing.world import World
 from tests.parallel.net import Net, accumulate, assert_close, autograd_sums, token_ids
-from tests.parallel.parameters import whole
+from tests.parallel.parameters import adopt, whole
 
 
 def _parity(mpu: ParallelState, num_microbatches: int, deferred: bool, reduce_dtype: torch.dtype | None) -> Any:
@@ -137,3 +137,25 @@ def test_tensor_and_data_parallel_together_equal_one_rank(world: World, deferred
     expected = _tensor_parallel(ParallelState.single(), False)
     for grads in world.run(_tensor_parallel, deferred, layout=ParallelConfig(tp=2), ranks=4):
         assert_close(grads, expected)
+
+
+def _bf16_total(mpu: ParallelState) -> list[float]:
+    """What this rank keeps of the sum of 512 micro-gradients a rank."""
+    weight = whole("w", torch.ones(2, 64, dtype=torch.bfloat16))
+    data_parallel = adopt(mpu, weight)
+    data_parallel.zero_grad()
+    for i in range(512):
+        is_reduced = data_parallel.reduces_each_pass or i == 511
+        if is_reduced:
+            data_parallel.arm()
+        (weight.sum() / 1024).backward()
+        if is_reduced:
+            data_parallel.complete()
+    data_parallel.finish()
+    return [value for _, grad in data_parallel.gradients() for value in grad.unique().tolist()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_bf16_gradients_accumulate_in_float32_under_every_stage(world: World, zero: int) -> None:
+    for total in world.run(_bf16_total, layout=ParallelConfig(zero=zero), ranks=2):
+        assert total == [1.0], "a bf16 sum stops at 0.25"

@@ -6,7 +6,11 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+
+from megalite.parallel.context_picture import COLOURS, bytes_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,12 +39,19 @@ def test_all_modes_in_all_forms(tmp_path: Path) -> None:
     tokens, per_token = 64, 2 * 2 * 8 * 128  # keys and values of 8 heads in 2 bytes
     assert sum(ring["forward_bytes"]) == sum(gather["forward_bytes"]) == 9 * tokens * per_token  # 3/4 of 4 ranks x 3
     assert ulysses["forward_bytes"] == [3 * tokens * 2 * per_token // 4] * 4  # q, k, v and out
-    assert len(ElementTree.parse(picture).getroot().findall("{*}g")) == 4
+    texts = [text.text for text in ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("queries down, keys to the right") == 4
+    assert texts.count("0") + texts.count("1") + texts.count("2") + texts.count("3") == 4 * 36  # of 64 cells
+    assert "ranks 2-3: 1/2 of heads each" in texts and f"{bytes_text(ring['forward_bytes'][3])} + " in str(texts)
 
 
 def test_documents_are_told_apart(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    _run("--cp", 2, "--cp-mode", "ring", "--documents", "50,30,1,47", "--cells", 16, "--json", figures)
+    figures, image = tmp_path / "figures.json", tmp_path / "context.png"
+    _run("--cp", 2, "--cp-mode", "ring", "--documents", "50,30,1,47", "--cells", 16, "--json", figures, "--png", image)
+    pixels = np.asarray(Image.open(image).convert("RGB")).reshape(-1, 3)
+    values, counts = np.unique(pixels, axis=0, return_counts=True)
+    colours = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in values[counts > 100].tolist()}
+    assert set(COLOURS[:2]) <= colours and not colours & set(COLOURS[2:])
     (ring,) = json.loads(figures.read_text())
     assert ring["rank"][12][0] == -1 and ring["rank"][12][11] >= 0  # token 96 is in the fourth document
     assert ring["imbalance"] < 0.1

@@ -49,7 +49,13 @@ def fake_step(training: Training, step: int) -> StepResult:
     fake.steps.append(step)
     fake.weight += step + 1
     values: dict[str, Any] = dict(
-        loss=1.0 / fake.weight, grad_norm=0.5, learning_rate=0.1, num_tokens=7, skipped=False, sample_fingerprint=step
+        loss=1.0 / fake.weight,
+        grad_norm=0.5,
+        learning_rate=0.1,
+        num_tokens=7,
+        skipped=False,
+        sample_fingerprint=step,
+        model_flops=10**9,
     )
     return StepResult(**{**values, **fake.results.get(step, {})})
 

@@ -1,5 +1,8 @@
 """FLOPs counted by formula against FLOPs counted while other people's models run."""
 
+from __future__ import annotations
+
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,12 +21,14 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from megalite.batch import MicroBatch
 from megalite.mpu import ParallelConfig
 from megalite.nn.config import ModelConfig
 from megalite.pipeline.schedule import make_plan
 from megalite.train import flops
 from megalite.train.config import TrainConfig
 from megalite.train.stages import stage_layers
+from tests.parallel.dense_attention import causal_mask, starts_of
 
 LLAMA = ModelConfig(
     name="llama", num_layers=3, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=10, ffn_hidden_size=100,
@@ -84,13 +89,14 @@ def test_step_flops_are_those_that_a_plain_model_runs(name: str) -> None:
     network = peer(name)
     with FlopCounterMode(display=False) as counter:
         network(tokens, labels=tokens).loss.backward()
-    full_attention = 2 * flops.attention_flops(model, seq_len)  # the peer also computes the half that is masked
+    attention = flops.attention_flops(model, {0: flops.row_pairs(seq_len)})
+    full_attention = attention * 2 * seq_len // (seq_len + 1)  # the peer also computes the pairs that are masked
     forward = 2 * flops.matmul_parameters(model) * seq_len + full_attention
     aten = torch.ops.aten
     by_kind = counter.get_flop_counts()["Global"]
     taps = sum(by_kind.get(kind, 0) for kind in (aten.convolution, aten.convolution_backward))
     assert counter.get_total_flops() - taps == 3 * rows * forward
-    assert flops.step_flops(model, seq_len, rows) == 3 * rows * (forward - full_attention // 2)
+    assert flops.step_flops(model, seq_len, rows) == 3 * rows * (forward - full_attention + attention)
 
 
 def test_stages_are_balanced_by_the_experts_that_a_token_uses() -> None:
@@ -114,8 +120,8 @@ def test_six_flops_per_parameter_and_token() -> None:
     )
     assert flops.matmul_parameters(model) == 7_504_658_432
     per_token = flops.step_flops(model, 8192, 1) / 8192
-    assert per_token == 6 * 7_504_658_432 + 6 * 8192 * 32 * 128 * 32
-    with_full_attention = per_token + 3 * flops.attention_flops(model, 8192) / 8192
+    assert per_token == 6 * 7_504_658_432 + 6 * 8193 * 32 * 128 * 32
+    with_full_attention = per_token + 3 * flops.attention_flops(model, {0: 8192 * 8191 // 2}) / 8192
     assert with_full_attention / per_token == pytest.approx(1.125, rel=2e-3)
 
 
@@ -140,9 +146,37 @@ def test_peaks_by_device_name(name: str, peak: float | None, monkeypatch: pytest
     assert flops.peak_tflops(torch.device("cpu"), "bf16") is None
 
 
-def test_workload_counts_the_global_batch_whatever_the_layout() -> None:
+def batch_of(rows: list[list[int]], padding: int = 0) -> MicroBatch:
+    """Rows of documents of these lengths, of which the last `padding` tokens are padding."""
+    starts = starts_of(*rows)
+    place = torch.arange(len(starts))[:, None].expand_as(starts)
+    return MicroBatch(
+        tokens=place, labels=place, loss_mask=torch.ones_like(place).float(), positions=place,
+        samples=torch.arange(starts.shape[1]), step=0, documents=starts if max(map(len, rows)) > 1 else None,
+        token_mask=place < len(starts) - padding if padding else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 24, 30])
+@pytest.mark.parametrize("rows", [[[24]], [[24], [24]], [[1, 2, 7, 14], [20, 4]]])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_pairs_are_those_that_the_mask_leaves(rows: list[list[int]], padding: int, window: int) -> None:
+    batch = batch_of(rows, padding)
+    allowed = causal_mask(starts_of(*rows), window)[: 24 - padding]
+    assert flops.batch_pairs([batch, batch], window) == 2 * int(allowed.sum())
+
+
+def test_local_layers_count_their_window() -> None:
+    model = dataclasses.replace(LLAMA, window=4, window_layers="but_every:3")
+    assert flops.windows(model) == (4, 0) and flops.row_pairs(16, 4) == 10 + 12 * 4
+    expected = 4 * 60 * (2 * (10 + 12 * 4) + 16 * 17 // 2)
+    assert flops.step_flops(model, 16, 2) == 3 * 2 * (2 * flops.matmul_parameters(model) * 16 + expected)
+    assert flops.windows(dataclasses.replace(LFM2, window=4, window_layers="0,1")) == (4, 0)
+
+
+def test_workload_is_that_of_the_global_batch_whatever_the_layout() -> None:
     train = TrainConfig(global_batch_size=6, micro_batch_size=2, peak_tflops=2.0)
     for num_ranks in (1, 4):
-        workload = flops.workload_of(LLAMA, train, seq_len=16, num_ranks=num_ranks, device=torch.device("cpu"))
+        workload = flops.workload_of(train, seq_len=16, num_ranks=num_ranks, device=torch.device("cpu"))
         assert (workload.samples, workload.tokens, workload.num_ranks) == (6, 96, num_ranks)
-        assert workload.flops == flops.step_flops(LLAMA, 16, 6) and workload.peak_tflops == 2.0
+        assert workload.peak_tflops == 2.0

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
+from megalite.config import Config
+from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig, ParallelState
+from megalite.nn.attention import ParallelAttention
 from megalite.parallel.data import DataParallel, Unit
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.testing.world import World
-from megalite.train.run import count_parameters
+from megalite.train.build import build_training
+from megalite.train.run import attention_kinds, count_parameters
 from megalite.train.step import Training
 from tests.parallel.parameters import cut_experts, cut_rows, whole
+from tests.tiny import config_for
 
 
 def _count(mpu: ParallelState) -> tuple[int, int]:
@@ -40,3 +47,52 @@ def _count(mpu: ParallelState) -> tuple[int, int]:
 )
 def test_parameters_are_those_of_the_global_model(world: World, layout: ParallelConfig, ranks: int) -> None:
     assert world.run(_count, layout=layout, ranks=ranks) == [(2 * 29, 2 * 4 * 54)] * ranks
+
+
+def _kinds(mpu: ParallelState, config: Config) -> str:
+    return attention_kinds(config, build_training(config, mpu, torch.device("cpu")))
+
+
+WINDOWS: dict[str, Any] = {"window": 8, "window_layers": "but_every:2"}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "documents", "layout", "said"),
+    [
+        ("llama", {}, False, "single", "block"),
+        ("llama", {}, False, "pp2", "block"),
+        ("lfm2", {}, True, "cp2", "block by ring"),
+        ("llama", WINDOWS, False, "single", "block in a window of 8 (layers 0, 2, 4), block (layers 1, 3)"),
+        (
+            "llama",
+            WINDOWS,
+            False,
+            "pp2+cp2:ring,but_every:2=all_gather",
+            "block in a window of 8 by all_gather (layers 0, 2, 4), block by ring (layers 1, 3)",
+        ),
+    ],
+)
+def test_the_log_says_what_each_kind_of_layer_attends_with(
+    model: str, changes: dict[str, Any], documents: bool, layout: str, said: str,
+    tokens: str, tmp_path: Path, world: World,
+) -> None:  # fmt: skip
+    config = config_for(model, tokens, tmp_path)
+    config = replace(
+        config,
+        model=replace(config.model, **changes),
+        data=replace(config.data, reset_attention=documents),
+    )
+    parsed = parse_layout(layout)
+    config = parsed.apply(config)
+    assert world.run(_kinds, config, layout=config.parallel, ranks=parsed.num_ranks) == [said] * parsed.num_ranks
+
+
+def test_long_whole_rows_and_packed_ones_have_other_backends(tokens: str, tmp_path: Path) -> None:
+    config = config_for("llama", tokens, tmp_path)
+    module = ParallelAttention(config.model, ParallelState.single(), 0, config.kernels)
+    device, dtype = torch.device("cpu"), torch.float32
+    assert module.describe(device, dtype, 1024, documents=False) == "block"
+    assert module.describe(device, dtype, 4096, documents=False) == "sdpa"
+    assert module.describe(device, dtype, 4096, documents=True) == "block"
+    named = ParallelAttention(config.model, ParallelState.single(), 0, replace(config.kernels, attention="sdpa"))
+    assert named.describe(device, dtype, 64, documents=True) == "sdpa"

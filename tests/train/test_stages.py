@@ -67,13 +67,15 @@ def test_measured_times_decide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["parameters", "measured"])
-def test_the_partition_is_a_deployment_detail(by: str, tokens: str, tmp_path: Path, world: World) -> None:
-    config = dataclasses.replace(config_for("llama", tokens, tmp_path), model=EIGHT)
+def test_the_partition_is_a_deployment_detail(
+    by: str, tokens: str, tmp_path: Path, references: Path, world: World
+) -> None:
+    config = dataclasses.replace(config_for("llama", tokens, references), model=EIGHT)
     by = f"measured:{_traced(tmp_path, EIGHT, head=3.0)}" if by == "measured" else by
     layout = parse_layout("pp4:zb_h1+mbs2")
     layout = dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, partition=by))
     check(layout.apply(config), 4)
-    (difference,) = prove_layouts(config, [layout], world, tmp_path)
+    (difference,) = prove_layouts(config, [layout], world, references)
     assert difference.passed, difference.first_diff
 
 

@@ -18,6 +18,7 @@ from megalite.parallel.data import main_grad
 from megalite.parallel.shard import shard_of
 from megalite.testing.world import World
 from megalite.train.build import build_training
+from megalite.train.flops import step_flops
 from megalite.train.run import check_agreement
 from megalite.train.step import StepResult, Training, evaluate, train_step
 from tests.tiny import config_for
@@ -73,11 +74,13 @@ def test_the_loss_is_the_mean_over_all_valid_tokens_not_a_mean_of_means(
     one_rank = _build(config, masks=MaskRows((5, 1)))
     expected = train_step(one_rank, 0)
     assert expected.num_tokens == 6
+    assert expected.model_flops == step_flops(config.model, config.data.seq_len, 2)
     rows = [train_step(_build(config, masks=MaskRows(counts)), 0).loss for counts in ((5,), (0, 1))]
     assert abs(expected.loss - (5 * rows[0] + rows[1]) / 6) < 1e-12
     assert abs(expected.loss - (rows[0] + rows[1]) / 2) > 1e-3, "the case must tell the two means apart"
     for result, grads in world.run(_on_ranks, config, layout=ParallelConfig(), ranks=2):
         assert abs(result.loss - expected.loss) < 1e-12 and result.num_tokens == 6
+        assert result.model_flops == expected.model_flops
         for name, grad in _grads(one_rank).items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-11, atol=1e-13)
 

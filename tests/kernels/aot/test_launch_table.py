@@ -43,7 +43,7 @@ def test_every_row_is_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dtype's own rows go first, then the smallest size that suffices; nothing suitable is an error that says so."""
+    """The dtype's own rows go first, then the smallest size that suffices; nothing suitable is an error."""
     monkeypatch.setattr(launch, "current_arch", lambda: "sm90")
     assert launch_row("norm", torch.bfloat16, 1024).up_to == 1024
     assert launch_row("norm", torch.bfloat16, 1025).up_to == 4096

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import activation as reference
+from megalite.kernels import grouped
 from megalite.kernels.triton import activation
 from megalite.testing.triton_interpreter import count_traffic
 from tests.kernels.interpreter.checks import (
@@ -109,6 +110,30 @@ def test_gradcheck_and_float64(name: str) -> None:
     torch.testing.assert_close(ours(*inputs), getattr(reference, name)(*inputs), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(7, 17), (1, 1), (3, 1500), (0, 128)], ids=str)
+def test_weighted_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, f = shape
+    gate_up, dout = guarded(torch.randn(n, 2 * f).to(dtype), gap=3), guarded(torch.randn(n, f).to(dtype), gap=2)
+    probs = guarded(torch.rand(n, dtype=torch.promote_types(dtype, torch.float32)))
+
+    def defined(gate_up: Tensor, probs: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate) * up * probs[:, None]
+
+    exact = forward_backward(defined, double([gate_up, probs]), double([dout]))
+    theirs = [grouped.weighted_swiglu(gate_up, probs), *grouped.weighted_swiglu_backward(dout, gate_up, probs)]
+    with canaries():
+        out = activation.weighted_swiglu(gate_up, probs)
+        mine = [out, *activation.weighted_swiglu_backward(dout, gate_up, probs)]
+    assert torch.equal(mine[0], mine[1])
+    for a, b, want in zip(mine, theirs, [exact[0], *exact], strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, want, scale=1.0 if a.ndim == 1 else None)
+        assert_no_worse(a, b, want)
+
+
 def test_traffic_is_the_minimum() -> None:
     """Bytes per element of bfloat16 output: 6 and 10 for a gated unit, 4 and 6 (and partial sums) for GELU."""
     x, bias, dout = torch.randn(64, 1024).bfloat16(), torch.randn(1024).bfloat16(), torch.randn(64, 512).bfloat16()
@@ -133,3 +158,6 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.gated_packed.default, (x, True))
     torch.library.opcheck(ops.gelu.default, (x, bias))
     torch.library.opcheck(ops.gelu.default, (x, None))
+    gate_up, probs = torch.randn(3, 8), torch.rand(3)
+    torch.library.opcheck(ops.weighted_swiglu.default, (gate_up, probs))
+    torch.library.opcheck(ops.weighted_swiglu_backward.default, (torch.randn(3, 4), gate_up, probs))

@@ -14,7 +14,7 @@ from megalite.optim.rounding import round_stochastically as round_reference
 from megalite.testing.triton_interpreter import count_traffic
 from tests.kernels.interpreter.checks import assert_canaries_live, guarded
 
-NUMBERS = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+NUMBERS: dict[str, Any] = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("size", [1, 17, 3000])

@@ -38,6 +38,7 @@ def arguments(form: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[li
 def defined(form: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     """The definition, in the inputs' dtype."""
     x, *rest = inputs
+    total = x
     if form.endswith("add"):
         residual, *rest = rest
         x = total = x + residual
@@ -96,7 +97,7 @@ def test_gradcheck_of_the_references(form: str) -> None:
 def test_recomputed_and_repeated_bits_are_equal() -> None:
     """Backward normalises the stored sum again: bit by bit what forward normalised; sums have one order."""
     inputs, grads = arguments("rms_norm_add", (40, 257), torch.bfloat16)
-    once, twice = (forward_backward(lambda *x: norm.rms_norm_add(*x, EPS), inputs, grads) for _ in range(2))
+    once, twice = (forward_backward(lambda x, r, w: norm.rms_norm_add(x, r, w, EPS), inputs, grads) for _ in range(2))
     for a, b in zip(once, twice, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(norm.rms_norm(once[1], inputs[2], EPS), once[0])
@@ -115,7 +116,7 @@ def test_traffic_is_the_minimum() -> None:
     weight = torch.randn(width).bfloat16()
     sums = 4 * width * count  # a tile, and so a program, for each of so few rows
     for inputs, forward_bytes, backward_bytes in (((x, weight), 4, 6), ((x, residual, weight), 8, 8)):
-        function = norm.rms_norm if len(inputs) == 2 else norm.rms_norm_add
+        function: Any = norm.rms_norm if len(inputs) == 2 else norm.rms_norm_add
         leaves = [x.clone().requires_grad_() for x in inputs]
         with count_traffic() as forward:
             out: Any = function(*leaves, EPS)

@@ -1,4 +1,4 @@
-"""Counting the memory of tensors, not timing it: how much was alive at once, whatever an allocator keeps."""
+"""Counting the memory of tensors: how much was alive at once, whatever an allocator keeps."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class LiveMemory(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation and counts the storages that it made."""
         out = func(*args, **(kwargs or {}))
         known = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
