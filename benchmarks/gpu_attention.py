@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -309,7 +309,7 @@ def matmul_rate(device: torch.device) -> float:
     return 2 * n**3 / _milliseconds(lambda: a @ b, device) / 1e9
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = ["| operation | size | ms | rate | of matmul | peers' time / ours |", "|---|---|---|---|---|---|"]
     for row in rows:
