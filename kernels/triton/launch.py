@@ -1,7 +1,7 @@
 """How kernels are launched: a table of constants by kernel, architecture, dtype and size; nothing is measured.
 
 There is no autotuning: ranks that choose by stopwatch may choose differently, and then sum in a different order.
-`launch_table.csv` has one row per choice; `tools/tune_kernels.py` measures rows anew on a GPU.
+`launch_table.csv` has one row per choice, made with what the compiler says of it (`tools/kernel_table.py`).
 """
 
 from __future__ import annotations
