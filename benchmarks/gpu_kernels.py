@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import gpu_attention
 from megalite.kernels import adamw, dropout, rope, softmax
 from megalite.kernels.cross_entropy import CrossEntropyConfig
 from megalite.kernels.grad_norm import sum_of_squares
@@ -108,7 +109,11 @@ def main() -> None:
         if time.monotonic() - started > arguments.seconds:
             print(f"stopped after {arguments.seconds} seconds, at {operation.name}")
             break
-    _write(arguments, rows, errors, copy)
+    products: list[gpu_attention.Row] = []
+    if not arguments.only:
+        errors += gpu_attention.faults(torch.device("cuda"))
+        products = gpu_attention.measure(torch.device("cuda"))
+    _write(arguments, rows, products, errors, copy)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -439,7 +444,13 @@ def _markdown_row(row: Row) -> str:
     return f"| {row.name} | {row.direction} | {speed} | {others} |"
 
 
-def _write(arguments: argparse.Namespace, rows: Sequence[Row], errors: Sequence[str], copy: float) -> None:
+def _write(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row],
+    products: Sequence[gpu_attention.Row],
+    errors: Sequence[str],
+    copy: float,
+) -> None:
     triton: Any = importlib.import_module("triton")
     machine = {
         "gpu": torch.cuda.get_device_name(),
@@ -455,6 +466,8 @@ def _write(arguments: argparse.Namespace, rows: Sequence[Row], errors: Sequence[
         "| --- | --- | ---: | ---: | ---: | --- |",
         *map(_markdown_row, rows),
         "",
+        gpu_attention.table(products),
+        "",
         *(errors or ["All results are as near to float64 as those of eager PyTorch."]),
     ]
     print(*lines, sep="\n")
@@ -462,6 +475,7 @@ def _write(arguments: argparse.Namespace, rows: Sequence[Row], errors: Sequence[
         arguments.markdown.write_text("\n".join(lines) + "\n")
     if arguments.json is not None:
         result = {"machine": machine, "errors": list(errors), "rows": [asdict(row) for row in rows]}
+        result["products"] = [asdict(row) for row in products]
         arguments.json.write_text(json.dumps(result, indent=1))
     if errors:
         sys.exit(1)
