@@ -424,8 +424,6 @@ def test_options_that_are_reserved_are_refused_and_not_ignored() -> None:
     config = config_with()
     offload = dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload="cpu"))
     assert "offload" in problems(offload, 1)
-    later = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, async_save=True))
-    assert "async_save" in problems(later, 1)
 
 
 def test_attention_dropout_needs_the_block_backend() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megalite.batch import MicroBatch
 from megalite.checkpoint import store
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config, load_config
 from megalite.data.build import build_datasets
 from megalite.data.tokenizer import Tokenizer, load_tokenizer

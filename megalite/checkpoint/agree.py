@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.errors import CheckpointError
 from megalite.mpu import ParallelState
 
 T = TypeVar("T")

@@ -12,31 +12,29 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.folder import MANIFEST, Folder, folder_at
 from megalite.checkpoint.tensors import FileMark
 from megalite.mpu import ParallelState
 from megalite.parallel.shard import Shard
 
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 Tensors = Mapping[str, Sequence[tuple[Shard, Tensor]]]
 """Kind (parameter, master, exp_avg, ...) -> this rank's tensors and their places in the global model."""
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or used here; the message says why. Raised by all ranks alike."""
-
-
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a global tensor: where it is there, and as which tensor of which file it is stored."""
+    """A rectangle of a global tensor: where it is there, as which tensor of which file it is stored, its checksum."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     name: str
+    crc32: int
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,14 @@ class Manifest:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Path | str | Folder) -> Manifest:
         """The manifest in `folder`; raises CheckpointError when it is missing, damaged or from another version."""
-        path = folder / MANIFEST
+        folder = folder if isinstance(folder, Folder) else folder_at(folder)
+        path = f"{folder}/{MANIFEST}"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(folder.read_text(MANIFEST))
         except OSError as error:
-            raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from error
+            raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
         found = content.get("format") if isinstance(content, dict) else None
@@ -137,13 +136,18 @@ def _manifest(content: Any) -> Manifest:
 
 
 def _entry(content: Any, key: str) -> Entry:
-    pieces = [
-        Piece(
-            _sizes(p, "offset", key), _sizes(p, "sizes", key), _field(p, "file", str, key), _field(p, "name", str, key)
-        )
-        for p in _field(content, "pieces", list, key)
-    ]
-    return Entry(_sizes(content, "shape", key), _field(content, "dtype", str, key), tuple(pieces))
+    pieces = tuple(_piece(piece, key) for piece in _field(content, "pieces", list, key))
+    return Entry(_sizes(content, "shape", key), _field(content, "dtype", str, key), pieces)
+
+
+def _piece(content: Any, key: str) -> Piece:
+    return Piece(
+        _sizes(content, "offset", key),
+        _sizes(content, "sizes", key),
+        _field(content, "file", str, key),
+        _field(content, "name", str, key),
+        _size(content, "crc32", key),
+    )
 
 
 def _field(content: Any, name: str, kind: type[T], where: str) -> T:

@@ -1,27 +1,31 @@
-"""Tensor files: the safetensors format, written one tensor at a time and read through a memory map.
+"""Tensor files: the safetensors format, written one tensor at a time and read in ranges.
 
-Plain bytes under a JSON header: reading one executes nothing, unlike a pickle.
+Plain bytes under a JSON header: reading one executes nothing, unlike a pickle. Each tensor has a checksum of its own
+(kept in the manifest, not in the file), so that a rank verifies what it reads without reading the rest.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.folder import Folder, Reader
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-
-
-_READ = 1 << 24
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_BLOCK = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -31,23 +35,38 @@ class FileMark:
     size: int
     """Bytes."""
     crc32: int
-    """Of the whole content; finds damage, not malice."""
+    """Of its header; tensors have their own. It finds damage, not malice."""
 
 
-def mark_of(path: Path) -> FileMark:
-    """Reads a file through."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return FileMark(size, crc)
+@dataclass(frozen=True)
+class Written:
+    """What `write_tensors` has written: the mark of the file, and the checksum of each tensor by name."""
+
+    mark: FileMark
+    crc32: dict[str, int]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileMark:
-    """Writes `tensors` to `path` and waits until they are on disk; returns the mark of what was written.
+def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> Written:
+    """Writes `tensors` to `file`.
 
     At most one tensor is copied at a time, so memory stays bounded by the largest.
     """
+    head, size = _header(tensors)
+    file.write(head)
+    crcs: dict[str, int] = {}
+    # Both let go of the interpreter: checksums cost no time where there is a core for them.
+    with ThreadPoolExecutor(1, thread_name_prefix="megalite checksum") as pool:
+        for name, tensor in tensors.items():
+            data = _bytes_of(tensor.detach().to("cpu").contiguous())
+            crc = pool.submit(_crc_of, data)
+            for begin in range(0, len(data), _BLOCK):
+                file.write(data[begin : begin + _BLOCK])
+            crcs[name] = crc.result()
+    return Written(FileMark(size, zlib.crc32(head)), crcs)
+
+
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
+    """The first bytes of the file, and its size."""
     header: dict[str, object] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -59,15 +78,114 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileMark:
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8 bytes
-    with path.open("wb") as file:
-        head = len(text).to_bytes(8, "little") + text
-        crc = zlib.crc32(head)
-        file.write(head)
-        for tensor in tensors.values():
-            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-            data = flat.view(torch.uint8).numpy().data
-            crc = zlib.crc32(data, crc)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileMark(len(head) + offset, crc)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _crc_of(data: memoryview) -> int:
+    crc = 0
+    for begin in range(0, len(data), _BLOCK):
+        crc = zlib.crc32(data[begin : begin + _BLOCK], crc)
+    return crc
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: dtype, shape, and its first byte."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A file of tensors, opened for reading; several threads may read at once.
+
+    Raises CheckpointError when the file is not what `mark` says or not of this format. A context manager.
+    """
+
+    def __init__(self, folder: Folder, path: str, mark: FileMark):
+        self._name, self._block = f"{folder}/{path}", folder.block
+        self._reader: Reader = folder.reader(path)
+        try:
+            self.tensors = self._read_header(mark)
+        except BaseException:
+            self._reader.close()
+            raise
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.close()
+
+    def _read_header(self, mark: FileMark) -> dict[str, StoredTensor]:
+        if self._reader.size != mark.size:
+            raise CheckpointError(
+                f"{self._name} has {self._reader.size} bytes instead of {mark.size}: it was cut short or altered"
+            )
+        if mark.size < 8:
+            raise CheckpointError(f"{self._name} is damaged: it is too short for a header")
+        head = bytearray(8)
+        crc = self._fill(memoryview(head), 0, 0)
+        length = int.from_bytes(head, "little")
+        if length > mark.size - 8:
+            raise CheckpointError(f"{self._name} is damaged: its header would be {length} bytes long")
+        text = bytearray(length)
+        if self._fill(memoryview(text), 8, crc) != mark.crc32:
+            raise CheckpointError(f"{self._name} is damaged: its header is not what was written (checksum)")
+        try:
+            return {n: _stored(v, 8 + length, mark.size) for n, v in json.loads(text).items() if n != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self._name} is damaged: {error!r}") from error
+
+    def read(self, name: str, crc32: int, into: Tensor | None = None) -> Tensor:
+        """The tensor `name`; raises CheckpointError when its bytes are not those that were written.
+
+        into: where to put it, a contiguous tensor on the CPU of its dtype and shape; memory of its own by default.
+        """
+        stored = self.find(name)
+        if into is None:
+            into = torch.empty(stored.shape, dtype=stored.dtype)
+        assert into.dtype == stored.dtype and into.shape == stored.shape and into.is_contiguous()
+        if self._fill(_bytes_of(into), stored.begin, 0) != crc32:
+            raise CheckpointError(f"{self._name} is damaged: {name} is not what was written (checksum)")
+        return into
+
+    def find(self, name: str) -> StoredTensor:
+        """Where the tensor `name` is."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self._name} is damaged: it has no {name}")
+        return self.tensors[name]
+
+    def _fill(self, buffer: memoryview, begin: int, crc: int) -> int:
+        """Reads the bytes from `begin` on, all that `buffer` has room for; their checksum, continued from `crc`."""
+        done = 0
+        while done < len(buffer):
+            part = buffer[done : done + self._block]
+            count = self._reader.read_into(part, begin + done)
+            if not count:
+                raise CheckpointError(f"{self._name} ends at byte {begin + done}: it was cut short")
+            crc = zlib.crc32(part[:count], crc)
+            done += count
+        return crc
+
+
+def _stored(content: Any, first: int, size: int) -> StoredTensor:
+    begin, end = content["data_offsets"]
+    found = StoredTensor(_DTYPES[content["dtype"]], tuple(content["shape"]), first + begin)
+    if not 0 <= begin <= end <= size - first or end - begin != found.nbytes:
+        raise ValueError(f"a tensor at {begin} to {end} of {size - first} bytes is not {found.nbytes} bytes long")
+    return found
