@@ -120,12 +120,14 @@ def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: 
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, _rows(tmp_path / "x3"), strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_goes_on_as_if_nothing_had_been(ranks: int, config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--checkpoint.async-save",))])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(
+    ranks: int, options: tuple[str, ...], config: Path, tmp_path: Path
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert _run(ranks, config, whole).returncode == 0
     process = subprocess.Popen(
-        _command(ranks, config, killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        _command(ranks, config, killed, *options), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
     )  # fmt: skip
     begin = time.monotonic()
@@ -135,7 +137,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(ranks: int, config: Path, t
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert len((killed / "metrics.jsonl").read_text().splitlines()) < 8, "the run was over before the kill"
-    done = _run(ranks, config, killed, "--train.resume", "auto")
+    done = _run(ranks, config, killed, "--train.resume", "auto", *options)
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     assert _rows(killed) == _rows(whole)

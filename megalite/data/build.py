@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megalite.data.blended import SURPLUS, BlendedDataset, blend_targets
 from megalite.data.cache import build_once, default_directory, key_of
+from megalite.data.chained import ChainedDataset
 from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import DEMO_VOCAB_SIZE, prepare_demo
 from megalite.data.gpt_dataset import GPTDataset
@@ -23,6 +25,7 @@ DEMO_NAME = "embedded demo"
 TEXT_RECIPE = 1
 _SCAN_LIMIT = 1 << 30  # bytes of token ids that are read through at start-up to check them
 _EDGE = 1 << 20
+_NEXT_ORDER = 0x9E3779B1  # added to the seed for epochs that are appended: odd, so that no two in reach are alike
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +41,9 @@ class Datasets:
     """None when token files come without a usable record of their tokenizer."""
     summary: list[str]
     """Lines for the log: the size of each dataset, and the tokenizer."""
+    orders: tuple[int, ...] = ()
+    """For how many training samples orders were asked for, one after another: to go on with the same data, ask again
+    for these, then for more."""
     fingerprint: str
     """A hash of the sequence lengths and, where recorded, of the tokens: must be equal on all ranks."""
 
@@ -71,11 +77,15 @@ def build_datasets(
     num_samples: int | None,
     num_validation_samples: int = 0,
     vocab_size: int | None = None,
+    orders: Sequence[int] = (),
 ) -> Datasets:
     """Finds (or makes) the token files of `config` and builds the datasets of a run that needs `num_samples` samples.
 
-    `num_samples` None means every sample once. `vocab_size` is the model's. Safe to call on every rank at once; text is
-    tokenised once per file system and indices are cached. Raises ValueError for a bad config, a vocabulary that
+    `num_samples` None means every sample once. `orders` are those of a run that goes on: its samples stay where they
+    were, and further epochs are appended if there are too few of them. `vocab_size` is the model's. Safe to call on
+    every rank at once; text is tokenised once per file system and indices are cached.
+
+    Raises ValueError for a bad config, a vocabulary that
     does not fit, an empty training split or a corpus shorter than one sample with `num_samples` None;
     FileNotFoundError for missing data; FormatError for damaged data.
     """
@@ -91,7 +101,9 @@ def build_datasets(
     sources = [_checked_source(d, name, tokenizer, vocab_size) for d, name in zip(data, names, strict=True)]
     wanted = config.num_samples if config.num_samples is not None else num_samples
     builder = _Builder(config=config, sources=sources, seed=seed, index_dir=cache / "index")
-    train = builder.build(0, "train", wanted)
+    if wanted is not None and wanted > max(orders, default=0):
+        orders = (*orders, wanted)
+    train = builder.build(0, "train", None) if wanted is None else _one_after_another(builder, orders)
     assert train is not None
     if num_samples is not None and len(train) < num_samples:
         raise ValueError(
@@ -104,8 +116,25 @@ def build_datasets(
         validation=validation,
         tokenizer=tokenizer,
         summary=[*builder.summary, f"tokenizer: {named or 'not recorded with the data'}"],
+        orders=tuple(orders),
         fingerprint=key_of({"records": [s.record for s in sources]} | _packing(config), *(d.lengths for d in data)),
     )
+
+
+def _one_after_another(builder: _Builder, orders: Sequence[int]) -> SampleSource:
+    """Samples for the largest of `orders`: those made for the first, then what the next ones ask for beyond.
+
+    What is appended are epochs of their own, in another order.
+    """
+    parts: list[SampleSource] = []
+    for number, wanted in enumerate(orders):
+        missing = wanted - sum(map(len, parts))
+        if missing > 0:
+            seed = (builder.seed + number * _NEXT_ORDER) % 2**32
+            part = replace(builder, seed=seed).build(0, "train", missing)
+            assert part is not None, "an empty training split is an error"
+            parts.append(part)
+    return parts[0] if len(parts) == 1 else ChainedDataset(parts)
 
 
 def _packing(config: DataConfig) -> dict[str, Any]:

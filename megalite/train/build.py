@@ -135,13 +135,15 @@ def build_training(
     *,
     datasets: Datasets | None = None,
     wrap_data: Callable[[SampleSource], SampleSource] | None = None,
+    orders: Sequence[int] = (),
 ) -> Training:
     """This rank's part of the run.
 
-    `datasets` stand in for those that the data section describes. `wrap_data` may change the training samples (proofs
+    `datasets` stand in for those that the data section describes. `orders` are those that a run which is resumed has
+    begun (Origin.orders). `wrap_data` may change the training samples (proofs
     use ragged loss masks).
     """
-    datasets = datasets if datasets is not None else _datasets(config)
+    datasets = datasets if datasets is not None else _datasets(config, orders)
     batches = _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train)
     plan = plan_of(config.parallel, batches.num_microbatches)
     layers = stage_layers(config.model, config.parallel, plan)
@@ -180,7 +182,7 @@ def build_training(
     )
 
 
-def _datasets(config: Sections) -> Datasets:
+def _datasets(config: Sections, orders: Sequence[int]) -> Datasets:
     """Training samples for the whole run, and what its evaluations need; every rank opens them."""
     train = config.train
     evaluates = train.eval_only or train.eval_every > 0
@@ -190,6 +192,7 @@ def _datasets(config: Sections) -> Datasets:
         num_samples=train.num_steps * train.global_batch_size,
         num_validation_samples=train.eval_steps * train.global_batch_size if evaluates else 0,
         vocab_size=config.model.vocab_size,
+        orders=orders,
     )
 
 

@@ -47,7 +47,7 @@ class Callback:
     def after_evaluation(self, step: int, loss: float) -> None:
         """The validation loss after `step` steps is known."""
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         """The state after `step` steps is complete on disk."""
 
     def after_run(self, step: int) -> None:
@@ -73,7 +73,7 @@ class MetricsFiles(Callback):
         """Adds the row of the evaluation."""
         self._files[1].append({"step": step, "validation_loss": loss if math.isfinite(loss) else None})
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         """Brings the rows to disk: they are what a resume from this checkpoint keeps."""
         for file in self._files:
             file.sync()
@@ -150,7 +150,7 @@ class ProgressLines(Callback):
         """Logs the validation loss."""
         logger.info("step %d | validation loss %.4f", step, loss)
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         """Logs where the checkpoint is."""
         logger.info("step %d | checkpoint saved in %s", step, path)
 
@@ -227,7 +227,7 @@ class Heartbeat(Callback):
         """An evaluation is over."""
         self._watchdog.heartbeat(step)
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         """A checkpoint is complete."""
         self._watchdog.heartbeat(step)
 

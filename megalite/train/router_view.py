@@ -76,7 +76,7 @@ class RouterView(Callback):
         if revived.any():
             logger.warning("step %d | experts alive again: %s", metrics.step, _by_layer(revived, stats.layers))
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         """Brings the rows to disk and draws."""
         if self._file is not None:
             self._file.sync()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megalite.checkpoint.config import CheckpointConfig
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
@@ -28,9 +28,10 @@ from megalite.parallel.shard import shard_of
 from megalite.pipeline.measured import TRACE
 from megalite.train.build import Sections, build_training
 from megalite.train.callbacks import Callback, default_callbacks
-from megalite.train.checkpoints import ResumeError
+from megalite.train.checkpoints import ResumeError, RunCheckpoints
 from megalite.train.distributed import Launch, start
 from megalite.train.pipeline_trace import PipelineTrace
+from megalite.train.resume import find_origin
 from megalite.train.router_record import RouterRecorder
 from megalite.train.router_view import RouterView
 from megalite.train.run_folder import RunFolder, RunFolderError
@@ -71,17 +72,19 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
     with start(config.train.device) as launch:
         mpu = ParallelState.build(config.parallel)
         console = Console(quiet=not mpu.world.is_first)
-        with _told_plainly(ValueError, OSError):
+        with _told_plainly(ValueError, OSError, CheckpointError):
             folder = RunFolder.open(
                 config.train.run_dir or "runs/default",
                 mpu,
                 resume=config.train.resume,
+                checkpoints=config.checkpoint.folder,
                 read_only=config.train.eval_only,
                 console=console,
                 write_config=write_config,
             )
             choices = choose_kernels(config, launch.device)
-            training = build_training(config, mpu, launch.device)
+            origin = find_origin(config, mpu, folder.path)
+            training = build_training(config, mpu, launch.device, orders=origin.orders)
             check_agreement(config, training)
             if attention := attention_kinds(config, training):
                 choices = {"attention": attention} | choices
@@ -94,7 +97,8 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
         if config.model.num_experts:
             callbacks = [*callbacks, *_router_callbacks(config, training, folder)]
         with _told_plainly(*_MENDABLE), closing(folder):
-            return Trainer(config, training, callbacks, folder=folder).run()
+            checkpoints = RunCheckpoints(config, training, folder.path, origin)
+            return Trainer(config, training, callbacks, folder=folder, checkpoints=checkpoints).run()
 
 
 def _router_callbacks(config: Sections, training: Training, folder: RunFolder) -> list[Callback]:

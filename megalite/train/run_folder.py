@@ -109,6 +109,13 @@ def _is_row(line: str) -> bool:
         return False
 
 
+def _lies_in(place: str, folder: str) -> bool:
+    """Whether a path or URL is below another one."""
+    if "://" in folder or "://" in place:
+        return place.startswith(folder.rstrip("/") + "/")
+    return Path(place).resolve().is_relative_to(Path(folder).resolve())
+
+
 class RunFolder:
     """The places in one run's folder. `is_writer` says whether this process is the one that writes."""
 
@@ -133,19 +140,21 @@ class RunFolder:
         mpu: ParallelState,
         *,
         resume: str,
+        checkpoints: str | None = None,
         read_only: bool = False,
         console: Console,
         write_config: Callable[[Path], None],
     ) -> RunFolder:
         """The folder for a run that resumes from `resume` (none, auto or a checkpoint); every rank calls this.
 
-        read_only: the run will not write here (evaluation). write_config: writes the merged config to its argument.
-        Raises RunFolderError, on all ranks, when the folder is not empty and the run does not continue it. Changes
-        nothing on disk. From here to `close`, what rank 0 logs goes to `console` and, once the run begins, to log.txt.
+        checkpoints: where they are kept, if not here. read_only: the run will not write here (evaluation).
+        write_config: writes the merged config to its argument. Raises RunFolderError, on all ranks, when the folder is
+        not empty and the run does not continue it. Changes nothing on disk. From here to `close`, what rank 0 logs goes
+        to `console` and, once the run begins, to log.txt.
         """
         folder = RunFolder(path, is_writer=mpu.world.is_first, write_config=write_config)
         # Rank 0 alone looks: the others might see what it has begun to write.
-        problem = folder.problem(resume) if folder.is_writer and not read_only else None
+        problem = folder.problem(resume, checkpoints) if folder.is_writer and not read_only else None
         problem = mpu.world.gather_objects(problem)[0]
         if problem:
             raise RunFolderError(problem)
@@ -153,8 +162,8 @@ class RunFolder:
             folder._log = RunLog(console)
         return folder
 
-    def problem(self, resume: str) -> str | None:
-        """Why a run may not use this folder, or None."""
+    def problem(self, resume: str, checkpoints: str | None = None) -> str | None:
+        """Why a run with its checkpoints here (or in `checkpoints`) may not use this folder, or None."""
         if self.path.exists() and not self.path.is_dir():
             return f"run folder {self.path} is a file; choose another --train.run-dir"
         if self.is_empty or resume == "auto":
@@ -164,7 +173,7 @@ class RunFolder:
                 f"run folder {self.path} is not empty ({self._contents()});"
                 " continue that run with --train.resume auto, or choose another --train.run-dir"
             )
-        if not Path(resume).resolve().is_relative_to(self.path.resolve()):
+        if not _lies_in(resume, str(self.path if checkpoints is None else checkpoints)):
             return (
                 f"run folder {self.path} is not empty ({self._contents()}) and --train.resume {resume} is not a"
                 " checkpoint of it; choose another --train.run-dir to branch off from that checkpoint"

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megalite.nn.config import ModelConfig
+from megalite.checkpoint.background import Saved
+from megalite.optim.optimizer import NonFiniteGradient
 from megalite.train.callbacks import Callback
-from megalite.train.checkpoints import CheckpointSections, RunCheckpoints
+from megalite.train.checkpoints import RunCheckpoints
 from megalite.train.failure import StopRequest
 from megalite.train.flops import workload_of
 from megalite.train.metrics import Meter, RouterStats, Speed, StepMetrics, peak_memory_mb
+from megalite.train.resume import ResumeSections
 from megalite.train.run_folder import RunFolder
 from megalite.train.step import StepResult, Training, evaluate, train_step
 
@@ -33,31 +35,30 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm of a step that was not skipped is nan or infinite."""
 
 
-class RunConfig(CheckpointSections, Protocol):
-    """The sections that the loop reads (megalite.config.Config has them all)."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The architecture, for counting FLOPs."""
-        ...
-
-
 class Checkpoints(Protocol):
     """Where the loop saves to and resumes from; every rank calls each method at the same time."""
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int) -> Path | str:
         """Saves the state after `step` steps and makes it the latest; returns its folder once it is complete."""
         ...
 
-    def find(self) -> Path | None:
+    def start_save(self, step: int) -> None:
+        """Begins to save the state after `step` steps, as it is now; `finished` tells when that is complete."""
+        ...
+
+    def finished(self, *, wait: bool) -> Saved | None:
+        """The save that was started, if it is complete by now (wait: once it is); raises if it failed."""
+        ...
+
+    def find(self) -> Path | str | None:
         """The checkpoint that `train.resume` means; None when the run begins at step 0."""
         ...
 
-    def load(self, path: Path) -> int:
+    def load(self, path: Path | str) -> int:
         """Restores the state in folder `path`; returns the number of steps that it holds."""
         ...
 
-    def load_start(self) -> Path | None:
+    def load_start(self) -> Path | str | None:
         """Takes over the state that a run at step 0 starts from, if it was told of one."""
         ...
 
@@ -83,7 +84,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: ResumeSections,
         training: Training,
         callbacks: Sequence[Callback] = (),
         *,
@@ -108,7 +109,7 @@ class Trainer:
         self._meter = meter if meter is not None else Meter(self._workload.tokens)
         self._num_skipped = 0
         self._saved_step: int | None = None
-        self._started_from: Path | None = None
+        self._started_from: Path | str | None = None
         self._validation_loss: float | None = None
         self.step = 0
 
@@ -123,6 +124,9 @@ class Trainer:
             self._tell(lambda callback: callback.before_run(self.step))
             with self._stop:
                 stopped_by = self._loop()
+        except (NonFiniteError, NonFiniteGradient):  # on all ranks: what is being saved is from before
+            self._complete_save(wait=True)
+            raise
         finally:
             self._tell(lambda callback: callback.after_run(self.step))
         self._report_end(stopped_by)
@@ -162,13 +166,15 @@ class Trainer:
         stopped_by: str | None = None
         while self.step < self.config.train.num_steps and stopped_by is None:
             self._one_step()
+            self._complete_save(wait=False)
             stopped_by = self._stop.agreed(self.training.mpu.world)
             if self.training.validation is not None and _is_due(self.step, self.config.train.eval_every):
                 self._evaluate()
             if stopped_by or _is_due(self.step, self.config.checkpoint.every):
-                self._save()
+                self._save(at_once=stopped_by is not None or not self.config.checkpoint.async_save)
         if self._saved_step != self.step:
-            self._save()
+            self._save(at_once=True)
+        self._complete_save(wait=True)
         return stopped_by
 
     def _one_step(self) -> None:
@@ -219,11 +225,23 @@ class Trainer:
             loss = self._validation_loss = self._evaluate_fn(self.training, self.config.train.eval_steps)
             self._tell(lambda callback: callback.after_evaluation(self.step, loss))
 
-    def _save(self) -> None:
+    def _save(self, *, at_once: bool) -> None:
+        self._complete_save(wait=True)  # one at a time
         with self._meter.paused():
-            path = self._checkpoints.save(self.step)
+            if at_once:
+                self._report_save(Saved(self.step, self._checkpoints.save(self.step)))
+            else:
+                self._checkpoints.start_save(self.step)
             self._saved_step = self.step
-            self._tell(lambda callback: callback.after_checkpoint(self.step, path))
+
+    def _complete_save(self, *, wait: bool) -> None:
+        """Completes a save in the background, if it has come so far (wait: once it has)."""
+        with self._meter.paused():
+            if (saved := self._checkpoints.finished(wait=wait)) is not None:
+                self._report_save(saved)
+
+    def _report_save(self, saved: Saved) -> None:
+        self._tell(lambda callback: callback.after_checkpoint(saved.step, saved.path))
 
     def _tell(self, moment: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

@@ -27,11 +27,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build(
-    cache: Path, *, num_samples: int | None = 50, valid: int = 0, vocab: int | None = None, **data: Any
+    cache: Path,
+    *,
+    num_samples: int | None = 50,
+    valid: int = 0,
+    vocab: int | None = None,
+    orders: tuple[int, ...] = (),
+    **data: Any,
 ) -> Datasets:
     settings: dict[str, Any] = {"seq_len": 16, "cache_dir": str(cache)} | data
     config = DataConfig(**settings)
-    return build_datasets(config, seed=1, num_samples=num_samples, num_validation_samples=valid, vocab_size=vocab)
+    return build_datasets(
+        config, seed=1, num_samples=num_samples, num_validation_samples=valid, vocab_size=vocab, orders=orders
+    )
 
 
 def _write(path: Path, lengths: list[int], **more: Any) -> str:
@@ -258,3 +266,31 @@ def test_documents_are_kept_apart_and_reported(cache: Path, pack: str) -> None:
 def _real(sample: Any) -> Any:
     """The tokens that are not padding."""
     return sample.tokens if sample.token_mask is None else sample.tokens[sample.token_mask]
+
+
+@pytest.mark.parametrize("pack", ["concat", "best_fit", "none"])
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_longer_order_begins_with_the_shorter_one(tmp_path: Path, pack: Any, paths: int) -> None:
+    names = tuple(_write(tmp_path / f"d{i}", [9, 30, 5, 17, 40, 3, 21 + i]) for i in range(paths))
+
+    def build(num_samples: int, orders: tuple[int, ...] = ()) -> Datasets:
+        return _build(tmp_path, num_samples=num_samples, paths=names, split="100,0,0", pack=pack, orders=orders)
+
+    def tokens(datasets: Datasets, numbers: range) -> list[list[int]]:
+        return [datasets.train[i].tokens.tolist() for i in numbers]
+
+    short = build(5)
+    assert short.orders == (5,)
+    size = len(short.train)
+    longer = build(4 * size, short.orders)
+    assert longer.orders == (5, 4 * size) and len(longer.train) >= 4 * size
+    assert tokens(longer, range(size)) == tokens(short, range(size)), "nothing is reordered"
+    fresh = build(4 * size)
+    assert tokens(fresh, range(size)) != tokens(short, range(size)), "as a run of that length from the start would be"
+    longest = build(9 * size, longer.orders)
+    assert tokens(longest, range(4 * size)) == tokens(longer, range(4 * size))
+    again = build(3, longest.orders)
+    assert again.orders == longest.orders and tokens(again, range(5)) == tokens(short, range(5))
+    if paths == 1 and pack == "none":  # an appended epoch has every row once, in an order of its own
+        first, added = tokens(short, range(size)), tokens(build(2 * size, short.orders), range(size, 2 * size))
+        assert added != first and sorted(added) == sorted(first)

@@ -9,10 +9,12 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 
+from megalite.checkpoint.background import Saved
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.optim.config import OptimConfig
 from megalite.train.callbacks import Callback
 from megalite.train.config import TrainConfig
 from megalite.train.metrics import Speed, StepMetrics
@@ -29,6 +31,7 @@ class FakeConfig:
     checkpoint: CheckpointConfig
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 @dataclass
@@ -74,6 +77,8 @@ class FakeCheckpoints:
     resume: str = "none"
     start: Path | None = None
     saved: list[int] = field(default_factory=list)
+    started: int | None = None
+    looked: bool = False
 
     def save(self, step: int) -> Path:
         path = self.folder / f"step_{step:08d}"
@@ -81,6 +86,17 @@ class FakeCheckpoints:
         (path / "state").write_text(f"{step} {self.training.weight}")
         self.saved.append(step)
         return path
+
+    def start_save(self, step: int) -> None:
+        self.started = step
+
+    def finished(self, *, wait: bool) -> Saved | None:
+        """A save that was started takes until the second look at it."""
+        if self.started is None or not (wait or self.looked):
+            self.looked = self.started is not None
+            return None
+        step, self.started, self.looked = self.started, None, False
+        return Saved(step, self.save(step))
 
     def find(self) -> Path | None:
         if self.resume == "auto":
@@ -92,8 +108,8 @@ class FakeCheckpoints:
             self.load(self.start)
         return self.start
 
-    def load(self, path: Path) -> int:
-        step, self.training.weight = map(int, (path / "state").read_text().split())
+    def load(self, path: Path | str) -> int:
+        step, self.training.weight = map(int, (Path(path) / "state").read_text().split())
         return step
 
 
@@ -115,7 +131,7 @@ class Recorder(Callback):
     def after_evaluation(self, step: int, loss: float) -> None:
         self.moments.append(f"after_evaluation {step}")
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         self.moments.append(f"after_checkpoint {step}")
 
     def after_run(self, step: int) -> None:
@@ -128,13 +144,14 @@ def make_trainer(
     callbacks: list[Callback] | None = None,
     *,
     every: int = 0,
+    async_save: bool = False,
     start: Path | None = None,
     trainer_options: dict[str, Any] | None = None,
     console: Console | None = None,
     **train: Any,
 ) -> tuple[Trainer, RunFolder, FakeCheckpoints]:
     """A Trainer over fakes, in an opened run folder."""
-    config = FakeConfig(TrainConfig(run_dir=str(path), **train), CheckpointConfig(every=every))
+    config = FakeConfig(TrainConfig(run_dir=str(path), **train), CheckpointConfig(every=every, async_save=async_save))
     folder = RunFolder.open(
         path,
         training.mpu,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint import store
 from megalite.checkpoint.config import CheckpointConfig
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.errors import CheckpointError
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
 from megalite.optim.config import OptimConfig
@@ -41,7 +41,7 @@ def make(
     optimizer = Optimizer(OptimConfig(weight_decay=0.1, master_weights=master_weights), [data_parallel], mpu)
     training = SimpleNamespace(
         mpu=mpu, stages={0: layer}, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
-        datasets=SimpleNamespace(fingerprint=data), num_skipped=0,
+        datasets=SimpleNamespace(fingerprint=data, orders=(num_steps * batch,)), num_skipped=0,
     )  # fmt: skip
     config = FakeConfig(
         TrainConfig(seed=seed, global_batch_size=batch, resume=resume, num_steps=num_steps),
@@ -119,10 +119,8 @@ def test_auto_does_not_pass_over_a_pointer_to_nothing(tmp_path: Path) -> None:
 
 def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     checkpoints, _ = make(tmp_path, resume=str(tmp_path / "step_00000009"))
-    path = checkpoints.find()
-    assert path is not None
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
-        checkpoints.load(path)
+        checkpoints.find()
 
 
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"batch": 8}, {"data": "e"}])
@@ -132,19 +130,9 @@ def test_another_seed_batch_or_corpus_cannot_continue_a_run(tmp_path: Path, chan
         make(tmp_path, resume="auto", **changed)[0].load(path)
 
 
-def test_a_data_order_that_changes_with_the_length_of_the_run_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = make(tmp_path)[0].save(3)
-    make(tmp_path, resume="auto")[0].load(path)
-    assert caplog.text == ""
-    make(tmp_path, resume="auto", num_steps=18)[0].load(path)
-    assert "made for 36 samples, and is now made for 72" in caplog.text
-
-
 @pytest.mark.parametrize("updates", [None, "3", True])
 def test_a_checkpoint_without_the_run_s_counters_is_refused(tmp_path: Path, updates: Any) -> None:
-    path = make(tmp_path)[0].save(3)
+    path = Path(make(tmp_path)[0].save(3))
     content = json.loads((path / "manifest.json").read_text())
     content["state"]["updates"] = updates
     (path / "manifest.json").write_text(json.dumps(content))
@@ -157,7 +145,7 @@ def test_a_new_run_takes_over_the_state_of_another_one(tmp_path: Path) -> None:
     train(old, range(3))
     checkpoints.save(3)
     fresh, new = make(tmp_path / "new", load=str(tmp_path / "old"), seed=2, batch=8)
-    assert fresh.find() is None and fresh.load_start() == tmp_path / "old"
+    assert fresh.find() is None and fresh.load_start() == str(tmp_path / "old")
     assert_equal(old, new)
     assert make(tmp_path / "new")[0].load_start() is None
 

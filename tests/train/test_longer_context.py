@@ -73,5 +73,6 @@ def test_a_run_is_not_resumed_with_longer_rows(tokens: str, tmp_path: Path) -> N
     start = tmp_path / "short" / "checkpoints" / "step_00000001"
     extended = longer(config, start, "yarn")
     training = build_training(extended, ParallelState.single(), CPU)
-    with pytest.raises(ResumeError, match=r"seq_len=16 there, 32 here; data=.*--checkpoint.load"):
+    told = r"rope_scaling=none there, yarn here; .*data.seq_len=16 there, 32 here; data.pack=.*--checkpoint.load"
+    with pytest.raises(ResumeError, match=told):
         RunCheckpoints(extended, training, tmp_path / "long").load(start)

@@ -68,6 +68,36 @@ def test_moments_come_in_order(tmp_path: Path) -> None:
     assert checkpoints.saved == [2, 3]
 
 
+def test_saves_in_the_background_are_told_when_they_are_complete(tmp_path: Path) -> None:
+    recorder = Recorder()
+    _, checkpoints = run(tmp_path / "run", FakeTraining(), recorder, num_steps=7, every=2, async_save=True)
+    saves = [moment for moment in recorder.moments if not moment.startswith("before_step")]
+    assert saves == [
+        "before_run 0",
+        "after_step 1", "after_step 2",
+        "after_step 3", "after_step 4", "after_checkpoint 2",  # it took two steps, and the next one waited for it
+        "after_step 5", "after_step 6", "after_checkpoint 4",
+        "after_step 7", "after_checkpoint 6", "after_checkpoint 7",  # the last one at once
+        "after_run 7",
+    ]  # fmt: skip
+    assert checkpoints.saved == [2, 4, 6, 7]
+
+
+def test_a_save_that_is_under_way_is_completed_before_a_run_fails(tmp_path: Path) -> None:
+    recorder, training = Recorder(), FakeTraining(results={2: {"loss": math.nan}})
+    with pytest.raises(NonFiniteError, match=r"step 3: loss nan.*the state after step 2 is kept"):
+        run(tmp_path / "run", training, recorder, num_steps=7, every=2, async_save=True)
+    assert recorder.moments[-2:] == ["after_checkpoint 2", "after_run 3"]
+
+
+def test_a_request_to_stop_is_answered_with_a_save_at_once(tmp_path: Path) -> None:
+    recorder = Recorder()
+    outcome, checkpoints = run(
+        tmp_path / "run", FakeTraining(), recorder, SignalAt(3, signal.SIGTERM), num_steps=7, every=2, async_save=True
+    )
+    assert outcome.step == 3 and checkpoints.saved == [2, 3]
+
+
 def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
     _, checkpoints = run(tmp_path / "run", FakeTraining(), num_steps=4, every=2)
     assert checkpoints.saved == [2, 4]
@@ -208,7 +238,7 @@ class SlowMoments(Callback):
     def after_evaluation(self, step: int, loss: float) -> None:
         self.now += 100.0
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
+    def after_checkpoint(self, step: int, path: Path | str) -> None:
         self.now += 1000.0
 
 
