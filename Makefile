@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # More arguments for pip, for example a package index with the CPU build of torch, which is much smaller.
 PIP_ARGS ?=
 TEST_ARGS ?=
+# Test processes side by side. Each has a world of its own, of up to 8 ranks.
+JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -63,10 +65,10 @@ test-all: $(STAMP)
 
 # Triton's interpreter and its compiler take a process each; a -k in TEST_ARGS may leave these nothing to do (5).
 define pytest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) $(TEST_ARGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreter \
-	  $(1) $(TEST_ARGS) || [ $$? -eq 5 ]
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/aot $(1) $(TEST_ARGS) || [ $$? -eq 5 ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(1) $(TEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
+	  tests/kernels/interpreter $(1) $(TEST_ARGS) || [ $$? -eq 5 ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/aot $(1) $(TEST_ARGS) || [ $$? -eq 5 ]
 endef
 
 # The triton that many GPU machines have, in a folder of its own that goes before the installed one.

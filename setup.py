@@ -16,7 +16,7 @@ def version() -> str:
     return found[1]
 
 
-TEST = ["pytest>=8", "hypothesis", "transformers>=4.50", "build", "setuptools>=77"]
+TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "transformers>=4.50", "build", "setuptools>=77"]
 DEV = ["ruff", "basedpyright", "import-linter"]
 
 setup(
