@@ -237,14 +237,18 @@ class Transformer(nn.Module):
         )
 
     def saved(self, shape: BatchShape) -> Saved:
-        """What the stage keeps of a micro-batch from its forward to its backward; without what all its layers share."""
+        """What the stage keeps of a micro-batch, but for its loss, and for what all its layers share."""
         layers = [saved_by(layer, shape) for layer in self.layers.values()]
         parts = [self.recompute.run_saved(layers, shape.stream)] if layers else []
         if self.embedding is not None:
             parts = [embedding_saved(self.embedding, shape.tokens), dropout_saved(self.config.hidden_dropout), *parts]
         if self.final_norm is not None and self.head is not None:
-            parts += [saved_by(self.final_norm, shape), loss_saved(self.head, shape.tokens, shape.dtype)]
+            parts.append(saved_by(self.final_norm, shape))
         return chain(*parts)
+
+    def loss_saved(self, shape: BatchShape) -> Saved:
+        """What the loss keeps of a micro-batch: gradients that are made in its forward pass."""
+        return loss_saved(self.head, shape.tokens, shape.dtype) if self.head is not None else Saved()
 
     def context_bytes(self, shape: BatchShape) -> int:
         """What the layers of a stage share, of a micro-batch: rotary tables, and token numbers for dropout."""

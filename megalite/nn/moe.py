@@ -77,7 +77,7 @@ class MoELayer(nn.Module):
         routed = beside(
             self.router.saved(shape),
             chain(
-                dispatch_saved(dispatcher, tokens, pairs, arriving, row),
+                dispatch_saved(dispatcher, tokens, pairs, arriving, row, padded=self.router.config.pad_to_capacity),
                 self.experts.saved(arriving, shape.dtype),
             ),
         )

@@ -300,7 +300,7 @@ class Router(ShardedModule):
         return shape.tokens // (self.cut.size if self.cut is not None else 1)
 
     def saved(self, shape: BatchShape) -> Saved:
-        """Scores and gates of all experts for each token, some of them more than once, and what the losses need."""
+        """Scores and gates of all experts for each token, and what losses need; exact where no choice is dropped."""
         config, dtype, tokens = self.config, wide(shape.dtype), self._tokens_here(shape)
         x, of_all, one = (size_of((tokens, n), dtype) for n in (shape.width, config.num_experts, 1))
         mask = size_of((tokens, config.num_experts), torch.bool)
@@ -320,6 +320,8 @@ class Router(ShardedModule):
             own += self._aux_saved(shape, dtype) + (0 if by_softmax else one)
         if config.router_z_loss:
             own += of_all + one
+        if config.pad_to_capacity:  # from pairs to places
+            own += self.pairs(shape) * (3 * torch.int64.itemsize + dtype.itemsize)
         return Saved(input=entering, own=own)
 
     def _aux_saved(self, shape: BatchShape, dtype: torch.dtype) -> int:

@@ -87,13 +87,15 @@ def context_attention_saved(
     )
 
 
-def dispatch_saved(dispatcher: Dispatcher, tokens: int, pairs: int, arriving: int, row_bytes: int) -> Saved:
+def dispatch_saved(
+    dispatcher: Dispatcher, tokens: int, pairs: int, arriving: int, row_bytes: int, *, padded: bool = False
+) -> Saved:
     """The way of `pairs` (token, expert) to the experts and home: who they are, and in which order rows come and go.
 
-    arriving: rows at this rank's experts.
+    arriving: rows at this rank's experts. padded: whether unused places were filled, in a list of tokens alone.
     """
     exchanged = dispatcher.ep.size > 1
-    order = 2 * pairs + pairs + tokens + 1 + (arriving if exchanged else 0)
+    order = (2 if padded else 3) * pairs + tokens + 1 + (arriving if exchanged else 0)
     return Saved(
         held=order * _INDEX,
         results=arriving * row_bytes if exchanged else 0,
