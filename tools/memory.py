@@ -165,7 +165,7 @@ def _stage_table(ranks: Sequence[RankMemory]) -> Table:
     for rank in ranks:
         for stage in rank.stages:
             layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if len(stage.layers) else "-"
-            sizes = (stage.activations, stage.saved.work + stage.loss.work, stage.message)
+            sizes = (stage.activations, stage.deferred, stage.message)
             table.add_row(str(rank.pp_rank), str(stage.number), layers, *map(_text, sizes), str(stage.peak))
     return table
 
@@ -192,7 +192,7 @@ def _figures(name: str, rank: RankMemory) -> dict[str, Any]:
             "stage": stage.number,
             "layers": [stage.layers.start, stage.layers.stop],
             "activations": stage.activations,
-            "deferred": stage.saved.work + stage.loss.work,
+            "deferred": stage.deferred,
             "recompute": stage.saved.again,
             "message": stage.message,
             "peak_microbatches": stage.peak,

@@ -67,6 +67,11 @@ class StageMemory:
         """Bytes from the forward of a micro-batch to its backward, loss included."""
         return self.saved.total + self.loss.total
 
+    @property
+    def deferred(self) -> int:
+        """Bytes from an input gradient to the weight gradients that it put off; their inputs hold on to the graph."""
+        return self.saved.work + self.saved.held + self.loss.work
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -251,7 +256,7 @@ class _Walk:
             self.peak.see(action, self.now, recompute=memory.saved.again)
             self._backward(number, memory, defers=kind is Kind.INPUT_GRAD)
         elif kind is Kind.WEIGHT_GRAD:
-            self.now["deferred"] -= memory.saved.work + memory.loss.work
+            self.now["deferred"] -= memory.deferred
         elif kind in (Kind.RECV_ACT, Kind.RECV_GRAD):
             self.now["messages"] += memory.message
         else:
@@ -279,7 +284,7 @@ class _Walk:
         self.now["loss"] -= memory.loss.total
         self.alive[number] -= 1
         if defers:
-            self.now["deferred"] += memory.saved.work + memory.loss.work
+            self.now["deferred"] += memory.deferred
 
 
 def _batch_bytes(config: Sections, num_microbatches: int) -> int:
