@@ -11,7 +11,6 @@ import torch
 from megalite.config import Config, check, load_config
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
-from megalite.pipeline.plan import Kind
 from megalite.pipeline.schedule import make_plan
 from megalite.pipeline.simulate import peak_activations
 from megalite.testing.memory import measure
@@ -98,15 +97,12 @@ def test_a_llama_layer_keeps_the_closed_form() -> None:
     assert stage.saved.total == expected + ends
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
 def test_micro_batches_in_flight_are_those_of_the_plan(schedule: str) -> None:
     config = _preset("demo", "--parallel.pp", "4", "--parallel.schedule", schedule)
     ranks = predict(config, 4, device=CUDA)
-    plan = make_plan(schedule, 4, 16)
-    if plan.num_stages == 4:
-        assert [rank.stages[0].peak for rank in ranks] == peak_activations(plan)
-    deferred = [rank.kinds["deferred"] for rank in predict(config, 4, device=CUDA)]
-    assert any(action.kind is Kind.WEIGHT_GRAD for row in plan.actions for action in row) == any(deferred)
+    assert [rank.stages[0].peak for rank in ranks] == peak_activations(make_plan(schedule, 4, 16))
+    assert any(rank.kinds["deferred"] for rank in ranks) == schedule.startswith("zb")
 
 
 def test_what_costs_what() -> None:
