@@ -54,7 +54,7 @@ def test_weight_gradients_that_are_put_off_keep_what_was_declared(model: str) ->
 @pytest.mark.parametrize("model", ["moe-capacity", "moe-exact"])
 def test_dropped_choices_keep_less(model: str) -> None:
     kept, declared = kept_by_layers(SINGLE, Case(model=SMALL[model]))
-    assert 0.9 * declared < kept <= declared
+    assert 0.8 * declared < kept <= declared
 
 
 @pytest.mark.parametrize(
