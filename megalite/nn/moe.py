@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels.config import KernelConfig
-from megalite.kernels.saved import Saved, beside, chain, size_of
+from megalite.kernels.saved import Saved, beside, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -77,7 +77,15 @@ class MoELayer(nn.Module):
         routed = beside(
             self.router.saved(shape),
             chain(
-                dispatch_saved(dispatcher, tokens, pairs, arriving, row, padded=self.router.config.pad_to_capacity),
+                dispatch_saved(
+                    dispatcher,
+                    tokens,
+                    pairs,
+                    arriving,
+                    row,
+                    wide(shape.dtype).itemsize,
+                    padded=self.router.config.pad_to_capacity,
+                ),
                 self.experts.saved(arriving, shape.dtype),
             ),
         )

@@ -322,7 +322,9 @@ class Router(ShardedModule):
             own += of_all + one
         if config.pad_to_capacity:  # from pairs to places
             own += self.pairs(shape) * (3 * torch.int64.itemsize + dtype.itemsize)
-        return Saved(input=entering, own=own)
+        summed = has_aux and config.aux_loss in ("sequence", "micro_batch") and self.row_axis.size > 1
+        counts = size_of((shape.size, config.num_experts), dtype) if summed else 0
+        return Saved(input=entering, own=own, results=counts)
 
     def _aux_saved(self, shape: BatchShape, dtype: torch.dtype) -> int:
         """What the sums of probabilities are multiplied by."""

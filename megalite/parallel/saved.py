@@ -88,16 +88,24 @@ def context_attention_saved(
 
 
 def dispatch_saved(
-    dispatcher: Dispatcher, tokens: int, pairs: int, arriving: int, row_bytes: int, *, padded: bool = False
+    dispatcher: Dispatcher,
+    tokens: int,
+    pairs: int,
+    arriving: int,
+    row_bytes: int,
+    prob_bytes: int,
+    *,
+    padded: bool = False,
 ) -> Saved:
     """The way of `pairs` (token, expert) to the experts and home: who they are, and in which order rows come and go.
 
     arriving: rows at this rank's experts. padded: whether unused places were filled, in a list of tokens alone.
     """
-    exchanged = dispatcher.ep.size > 1
-    order = (2 if padded else 3) * pairs + tokens + 1 + (arriving if exchanged else 0)
+    exchanged, gathered = dispatcher.ep.size > 1, dispatcher.cut and dispatcher.etp.size > 1
+    order = (2 if padded else 3) * pairs + tokens + 1 + (arriving if exchanged or gathered else 0)
+    sent = arriving // dispatcher.etp.size if gathered else arriving  # before ranks that share experts gather them
     return Saved(
         held=order * _INDEX,
-        results=arriving * row_bytes if exchanged else 0,
-        last_results=pairs * row_bytes if exchanged else 0,
+        results=sent * (row_bytes + prob_bytes) if exchanged else 0,
+        last_results=(pairs if exchanged else 0) * row_bytes + (sent if gathered else 0) * row_bytes,
     )

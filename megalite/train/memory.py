@@ -120,13 +120,16 @@ def _of_rank(
     buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
     walk = _Walk(plan, memories, _batch_bytes(config, plan.num_microbatches))
     walk.run(mpu.pp.rank)
-    within, under_way = _unit_bytes(units, config)
+    within, under_way = _unit_bytes(units, config, device)
+    settled = walk.settled.kinds | {"reduction": under_way}
+    if config.parallel.zero < 2 and walk.now["batch"] + within["reduction"] > sum(settled.values()):
+        settled = walk.now | {"reduction": within["reduction"]}  # when the last backward is over
     return RankMemory(
         pp_rank=mpu.pp.rank,
         stages=tuple(replace(memory, peak=walk.most_alive[number]) for number, memory in memories.items()),
         kinds=dict.fromkeys(KINDS, 0) | state_bytes(config, buckets) | walk.peak.kinds | within,
         peak_action=str(walk.peak.action),
-        settled=walk.settled.kinds | {"reduction": under_way},
+        settled=settled,
     )
 
 
@@ -318,18 +321,25 @@ class _Held:
         """Bytes of whole parameters that exist during its passes only."""
         return sum(bucket.param.nbytes for bucket in self.buckets if bucket.zero >= 3)
 
-    def reduction(self, narrow: torch.dtype | None) -> int:
-        """Bytes of what its reduction makes: copies in a narrower dtype, and slices that arrive beside their place."""
+    def reduction(self, narrow: torch.dtype | None, device: torch.device) -> int:
+        """Bytes of what its reduction makes: copies in a narrower dtype, and what arrives beside its place.
+
+        That is a slice; on the CPU, where a reduce-scatter is an exchange, the parts of all ranks as well.
+        """
         size = 0
         for bucket in self.buckets:
             if bucket.axis.size > 1:
                 copy = size_of(bucket.grad.shape, narrow) if narrow is not None else 0
                 beside = bucket.zero >= 2 or (bucket.zero == 1 and narrow is not None)
-                size += copy + (size_of(bucket.grad_shard.shape, narrow or bucket.grad.dtype) if beside else 0)
+                wire = narrow or bucket.grad.dtype
+                size += copy + (size_of(bucket.grad_shard.shape, wire) if beside else 0)
+                size += size_of(bucket.grad.shape, wire) if bucket.zero and device.type == "cpu" else 0
         return size
 
 
-def _unit_bytes(stages: Sequence[Sequence[_Held]], config: Sections) -> tuple[dict[str, int], int]:
+def _unit_bytes(
+    stages: Sequence[Sequence[_Held]], config: Sections, device: torch.device
+) -> tuple[dict[str, int], int]:
     """(bytes by kind of what is whole during use only and of reductions, those of reductions between actions).
 
     Under ZeRO 2 and 3 the last units of a pass are still being reduced when the next pass of any stage begins.
@@ -337,7 +347,7 @@ def _unit_bytes(stages: Sequence[Sequence[_Held]], config: Sections) -> tuple[di
     # A region of several layers is computed again while the unit that backward is in, and the next one, stay.
     at_once = 3 if config.train.recompute.startswith("every:") else 2
     narrow = torch.bfloat16 if config.train.reduce_dtype == "bf16" else None
-    reductions = [[unit.reduction(narrow) for unit in units] for units in stages]
+    reductions = [[unit.reduction(narrow, device) for unit in units] for units in stages]
     found = {
         "unit gradients": _most_of_all([_open_gradients(units) for units in stages]),
         "unit parameters": max(_most([unit.parameters for unit in units], at_once) for units in stages),

@@ -78,7 +78,9 @@ def kept_by_layers(mpu: ParallelState, case: Case) -> tuple[int, int]:
 
 
 def _input(shape: BatchShape) -> Tensor:
-    return torch.ones(shape.rows // SIZE, SIZE, shape.width).to(shape.dtype).requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape.rows // SIZE, SIZE, shape.width, generator=generator)
+    return x.to(shape.dtype).requires_grad_()
 
 
 def _forget(stage: Transformer) -> None:

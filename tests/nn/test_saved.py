@@ -60,7 +60,7 @@ def test_dropped_choices_keep_less(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("gpt2", "tp2+sp"), ("llama", "tp4"), ("qwen3", "cp2"), ("llama", "cp2:ulysses"), ("moe-choice", "tp2+ep2"),
+        ("gpt2", "tp2+sp"), ("llama", "tp4"), ("qwen3", "cp2"), ("llama", "cp2:ulysses"), ("moe", "etp2+tp2"),
         ("moe-gpt2", "tp2+sp+etp2"),
     ],
 )  # fmt: skip
