@@ -118,9 +118,10 @@ def _of_rank(
     memories = {number: _stage_memory(config, number, stage, device, load) for number, stage in stages.items()}
     units = [[_Held(unit, make_buckets(unit, mpu)) for unit in stage.units()] for stage in stages.values()]
     buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
+    defers = any(action.kind is Kind.WEIGHT_GRAD for action in plan.actions[mpu.pp.rank])
     walk = _Walk(plan, memories, _batch_bytes(config, plan.num_microbatches))
     walk.run(mpu.pp.rank)
-    within, under_way = _unit_bytes(units, config, device)
+    within, under_way = _unit_bytes(units, config, device, defers)
     settled = walk.settled.kinds | {"reduction": under_way}
     if config.parallel.zero < 2 and walk.now["batch"] + within["reduction"] > sum(settled.values()):
         settled = walk.now | {"reduction": within["reduction"]}  # when the last backward is over
@@ -338,7 +339,7 @@ class _Held:
 
 
 def _unit_bytes(
-    stages: Sequence[Sequence[_Held]], config: Sections, device: torch.device
+    stages: Sequence[Sequence[_Held]], config: Sections, device: torch.device, defers: bool
 ) -> tuple[dict[str, int], int]:
     """(bytes by kind of what is whole during use only and of reductions, those of reductions between actions).
 
@@ -349,7 +350,7 @@ def _unit_bytes(
     narrow = torch.bfloat16 if config.train.reduce_dtype == "bf16" else None
     reductions = [[unit.reduction(narrow, device) for unit in units] for units in stages]
     found = {
-        "unit gradients": _most_of_all([_open_gradients(units) for units in stages]),
+        "unit gradients": _most_of_all([_open_gradients(units, defers) for units in stages]),
         "unit parameters": max(_most([unit.parameters for unit in units], at_once) for units in stages),
     }
     if config.parallel.zero < 2:  # all units are reduced once, and waited for at the end
@@ -359,13 +360,19 @@ def _unit_bytes(
     return found | {"reduction": _most_of_all(list(zip(most, left, strict=True)))}, sum(left)
 
 
-def _open_gradients(units: Sequence[_Held]) -> tuple[int, int]:
-    """Bytes of a stage's whole gradients: the most in one of its passes, and what is left of it in the next one."""
-    always = 0
-    if units[0].unit.name == "tied" and len(units[0].unit.modules) > 1:
-        always, units = units[0].gradients, units[1:]  # that of the head waits for that of the embedding
+def _open_gradients(units: Sequence[_Held], defers: bool) -> tuple[int, int]:
+    """Bytes of a stage's whole gradients: the most in one of its passes, and what is left of it in the next one.
+
+    A tied gradient of the head waits for that of the embedding; that of an embedding is never put off, and waits for
+    those that are (`defers`).
+    """
+    waiting = 0
+    while len(units) > 1 and units[0].unit.name in ("tied", "embedding"):
+        if not defers and len(units[0].unit.modules) < 2:
+            break
+        waiting, units = waiting + units[0].gradients, units[1:]
     sizes = [unit.gradients for unit in units]
-    return always + _most(_ring(sizes), _OPEN_GRADIENTS), always + sum(sizes[: _OPEN_GRADIENTS - 1])
+    return waiting + _most(_ring(sizes), _OPEN_GRADIENTS), waiting + sum(sizes[: _OPEN_GRADIENTS - 1])
 
 
 def _ring(sizes: Sequence[int]) -> Sequence[int]:

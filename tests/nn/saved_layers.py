@@ -15,7 +15,7 @@ from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.router import Router
-from megalite.nn.saved import BatchShape
+from megalite.nn.saved import BatchShape, saved_by
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import materialize
 from megalite.testing.live import LiveMemory
@@ -92,7 +92,7 @@ def _forget(stage: Transformer) -> None:
 
 
 def _declared(stage: Transformer, shape: BatchShape) -> Saved:
-    return stage.recompute.run_saved([layer.saved(shape) for layer in stage.layers.values()], shape.stream)
+    return stage.recompute.run_saved([saved_by(layer, shape) for layer in stage.layers.values()], shape.stream)
 
 
 def kept_for_weights(mpu: ParallelState, case: Case) -> tuple[int, int]:

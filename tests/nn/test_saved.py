@@ -29,7 +29,9 @@ EXACT = [name for name in SMALL if name not in ("moe-capacity", "moe-exact")]  #
 @pytest.mark.parametrize("model", EXACT)
 def test_layers_keep_what_they_declare(model: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    cases = [Case(model=SMALL[model], dtype=dtype, documents=documents) for dtype in dtypes for documents in (0, 1)]
+    cases = [
+        Case(model=SMALL[model], dtype=dtype, documents=documents) for dtype in dtypes for documents in (False, True)
+    ]
     cases += [Case(model=SMALL[model], sequence_chunk=12, dtype=torch.bfloat16)]
     for case in cases:
         kept, declared = kept_by_layers(SINGLE, case)
