@@ -99,7 +99,8 @@ class MoELayer(nn.Module):
         block = self.shared.saved(shape)
         if self.shared_gate is None:
             return block
-        return beside(block, Saved(input=shape.stream, own=shape.stream + size_of((shape.rows,), shape.dtype)))
+        product = Saved(own=shape.stream + size_of((shape.rows,), shape.dtype))  # both of its factors
+        return beside(chain(block, product), Saved(input=shape.stream))
 
     def _shared(self, x: Tensor, context: Context) -> Tensor | None:
         if self.shared is None:
