@@ -10,9 +10,9 @@ import torch
 from megalite.kernels.attention import attention_saved
 from megalite.kernels.saved import Saved, size_of, wide
 from megalite.parallel.context_attention import ContextAttention
-from megalite.parallel.head_exchange import kv_repeats
 from megalite.parallel.cross_entropy import VocabCut
 from megalite.parallel.expert import Dispatcher
+from megalite.parallel.head_exchange import kv_repeats
 from megalite.parallel.tensor import (
     ColumnParallelLinear,
     FusedColumnParallelLinear,

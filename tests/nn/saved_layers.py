@@ -18,7 +18,7 @@ from megalite.nn.router import Router
 from megalite.nn.saved import BatchShape, saved_by
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import materialize
-from megalite.testing.live import LiveMemory
+from megalite.testing.memory import LiveMemory
 
 CPU = torch.device("cpu")
 SEQ_LEN, SIZE = 16, 3

@@ -13,7 +13,7 @@ from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
 from megalite.pipeline.schedule import make_plan
 from megalite.pipeline.simulate import peak_activations
-from megalite.testing.memory import measure
+from megalite.testing.step_memory import measure
 from megalite.testing.world import World
 from megalite.train.memory import KINDS, STATE, RankMemory, predict
 from tests.tiny import config_for
