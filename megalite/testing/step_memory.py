@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,16 @@ def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
     live, after = _Watch(buckets), []
 
     def note(action: Action, begin: float, end: float) -> None:
+        gc.collect()  # what only a cycle holds may go at any time
         after.append((str(action), live.now))
 
     training.executor.trace = note
-    with live:
-        train_step(training, 1)
+    gc.freeze()  # no need to look through everything each time
+    try:
+        with live:
+            train_step(training, 1)
+    finally:
+        gc.unfreeze()
     return MeasuredMemory(
         pp_rank=mpu.pp.rank,
         state=_state(training, buckets),
