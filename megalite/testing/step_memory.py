@@ -33,8 +33,6 @@ class MeasuredMemory:
     """Whole gradients and parameters of units that are divided between uses, at most."""
     peak: int
     """Everything that the step makes at its worst moment, temporaries included."""
-    after: list[tuple[str, int]]
-    """What `step` is the largest of: the bytes after each action of the plan."""
 
 
 def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
@@ -42,26 +40,23 @@ def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
     training = build_training(config, mpu, torch.device("cpu"))
     train_step(training, 0)
     buckets = [bucket for part in training.data_parallels.values() for bucket in part.buckets]
-    live, after = _Watch(buckets), []
+    live, most = _Watch(buckets), 0
 
     def note(action: Action, begin: float, end: float) -> None:
-        gc.collect()  # what only a cycle holds may go at any time
-        after.append((str(action), live.now))
+        nonlocal most
+        if live.now > most:
+            gc.collect()  # what only a cycle holds may go at any time
+            most = max(most, live.now)
 
     training.executor.trace = note
-    gc.freeze()  # no need to look through everything each time
-    try:
-        with live:
-            train_step(training, 1)
-    finally:
-        gc.unfreeze()
+    with live:
+        train_step(training, 1)
     return MeasuredMemory(
         pp_rank=mpu.pp.rank,
         state=_state(training, buckets),
-        step=max(now for _, now in after),
+        step=most,
         units={"unit gradients": live.gradients, "unit parameters": live.parameters},
         peak=live.peak,
-        after=after,
     )
 
 
