@@ -5,12 +5,14 @@ On a CPU the work goes through a cacheful of rows at a time, so temporaries neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .saved import Saved, size_of
 
 _CHUNK = 1 << 18  # elements in a cacheful
 
@@ -39,6 +41,11 @@ def geglu_packed(gate_up: Tensor) -> Tensor:
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """gelu(x + bias) in the tanh form, for x [..., f] and bias [f]."""
     return _Gelu.apply(x, bias)
+
+
+def activation_saved(shape: Sequence[int], dtype: torch.dtype) -> Saved:
+    """What each of them keeps of the tensor that enters: that tensor."""
+    return Saved(input=size_of(shape, dtype))
 
 
 class _SwiGLU(torch.autograd.Function):

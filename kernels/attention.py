@@ -19,6 +19,8 @@ from torch import Tensor
 from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_mask, product
 from .dropout import feature_hash
 from .rope import apply_rope
+from .saved import Saved, size_of
+from .saved import wide as wide_type
 
 CausalBackend = Literal["sdpa", "block"]
 
@@ -69,6 +71,24 @@ def packed_attention(
         return _PackedBlockAttention.apply(qkv, head_dim, num_kv_heads, scale, _active(dropout), rope)
     q, k, v = _unpack(qkv, head_dim, num_kv_heads)
     return attention(q, k, v, backend=backend, scale=scale, dropout=dropout, rope=rope).flatten(2)
+
+
+def attention_saved(
+    tokens: int, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, remade: bool, dropout: bool
+) -> Saved:
+    """What attention of any backend keeps of q, k and v, side by side in one tensor of as many tokens.
+
+    remade: q and k are tensors of their own by the time they are kept (turned or normed before). Packed or not, v is a
+    view of what enters, which keeps all of it. Beside these there are the output and the log-sum-exp, and out of
+    autograd's sight what dropout hashes.
+    """
+    per_head = tokens * head_dim * dtype.itemsize
+    return Saved(
+        input=(num_heads + 2 * num_kv_heads) * per_head,
+        own=(num_heads + num_kv_heads) * per_head * remade + size_of((tokens, num_heads), wide_type(dtype)),
+        output=num_heads * per_head,
+        held=(8 + 8 * tokens) * dropout,
+    )
 
 
 def block_forward(

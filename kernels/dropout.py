@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .saved import Saved
+
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # as a signed 32-bit number
 _CHUNK = 1 << 18  # elements hashed at once: small enough that the hash stays in cache
@@ -58,6 +60,11 @@ def bias_dropout_add(
         return residual + x if bias is None else residual + (x + bias)
     assert key is not None and token_index is not None
     return _BiasDropoutAdd.apply(x, bias, residual, p, key, token_index)
+
+
+def dropout_saved(p: float) -> Saved:
+    """What `dropout` and `bias_dropout_add` keep: the two words of the key; token numbers are those of all layers."""
+    return Saved(own=8 if p > 0.0 else 0)
 
 
 def row_hash(key: Tensor, token_index: Tensor) -> Tensor:

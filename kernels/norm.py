@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .saved import Saved, size_of, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,6 +31,16 @@ def layer_norm_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
     """(layer_norm of the sum, the sum x + residual), the sum rounded before it is normalised; all of one shape."""
     total = x + residual
     return layer_norm(total, weight, bias, eps), total
+
+
+def rms_norm_saved(shape: Sequence[int], dtype: torch.dtype) -> Saved:
+    """What `rms_norm` keeps of x: x itself and one number a row."""
+    return Saved(input=size_of(shape, dtype), own=size_of(shape[:-1], wide(dtype)))
+
+
+def layer_norm_saved(shape: Sequence[int], dtype: torch.dtype) -> Saved:
+    """What `layer_norm` keeps of x: x itself and two numbers a row."""
+    return Saved(input=size_of(shape, dtype), own=2 * size_of(shape[:-1], wide(dtype)))
 
 
 class _RMSNorm(torch.autograd.Function):

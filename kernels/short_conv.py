@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .saved import Saved, size_of, wide
+
 
 class Reach(Protocol):
     """Which inputs the convolution sees, where rows hold several documents or lie on several ranks.
@@ -41,6 +43,11 @@ def gated_short_conv(bcx: Tensor, weight: Tensor, reach: Reach | None = None) ->
     `reach` says which inputs an output sees where these are not just the ones above it.
     """
     return _GatedShortConv.apply(bcx, weight, reach)
+
+
+def gated_short_conv_saved(shape: Sequence[int], dtype: torch.dtype, num_fetched: int = 0) -> Saved:
+    """What `gated_short_conv` keeps of bcx [s, b, 3h]: bcx itself, and the rows it fetched."""
+    return Saved(input=size_of(shape, dtype), own=size_of((num_fetched, shape[-1] // 3), wide(dtype)))
 
 
 class _GatedShortConv(torch.autograd.Function):

@@ -112,12 +112,15 @@ class LastCall:
     finished: bool = True
     stash: Stash | None = None
     """Where results go to, or come from, while a part of the model runs that backward computes again."""
+    planned: int | None = None
+    """The rank that the axes are worked out for, where no process plays it and nothing can be sent."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LastCall:
         return self  # the rank's, as its axes
 
     def enter(self, axis: str, operation: str, site: str) -> None:
         """Notes that this rank enters a collective, or begins to wait for one that it started before."""
+        assert self.planned is None, f"{operation} on axis {axis} from {site}: rank {self.planned} is only planned"
         self.axis, self.operation, self.site = axis, operation, site
         self.entered, self.finished = time.monotonic(), False
 
@@ -210,7 +213,10 @@ class Axis:
         group: dist.ProcessGroup | None = None,
         last_call: LastCall | None = None,
     ):
-        assert (group is not None) == (len(ranks) > 1), f"axis {name}: a group is needed exactly for several ranks"
+        is_planned = last_call is not None and last_call.planned is not None
+        assert is_planned or (group is not None) == (len(ranks) > 1), (
+            f"axis {name}: a group is needed exactly for several ranks"
+        )
         self.name, self.ranks, self.rank, self.group = name, tuple(ranks), rank, group
         self.size = len(self.ranks)
         self.stats = AxisStats()
@@ -548,9 +554,19 @@ class ParallelState:
             config.grid(1)
             return ParallelState.single()
         layout = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        return ParallelState._build(config, layout, layout.index(dist.get_rank()), LastCall())
+
+    @staticmethod
+    def planned(config: ParallelConfig, num_ranks: int, rank: int) -> ParallelState:
+        """The place of `rank` in `config` laid over `num_ranks` ranks that need not exist.
+
+        A model can be built on it, on the meta device, to see what the rank would hold; collectives fail.
+        """
+        return ParallelState._build(config, tuple(range(num_ranks)), rank, LastCall(planned=rank))
+
+    @staticmethod
+    def _build(config: ParallelConfig, layout: tuple[int, ...], me: int, last_call: LastCall) -> ParallelState:
         grid = config.grid(len(layout))
-        me = layout.index(dist.get_rank())
-        last_call = LastCall()
 
         def axis(name: str, members: Iterable[int]) -> Axis:
             places = tuple(members)
@@ -627,5 +643,7 @@ def make_axis(name: str, ranks: Sequence[int], last_call: LastCall | None = None
     """An axis over global `ranks`, which must include this process; groups are shared by rank tuple."""
     if len(ranks) == 1:
         return Axis(name, ranks, 0, last_call=last_call)
+    if last_call is not None and last_call.planned is not None:
+        return Axis(name, ranks, tuple(ranks).index(last_call.planned), last_call=last_call)
     world = dist.distributed_c10d._get_default_group()
     return Axis(name, ranks, tuple(ranks).index(dist.get_rank()), _process_group(world, tuple(ranks)), last_call)

@@ -408,3 +408,16 @@ def test_axes_are_listed_once(world: World) -> None:
 
 def _axis_names(mpu: ParallelState) -> list[str]:
     return list(mpu.axes())
+
+
+def _places(mpu: ParallelState) -> dict[str, tuple[tuple[int, ...], int]]:
+    return {name: (axis.ranks, axis.rank) for name, axis in mpu.axes().items()}
+
+
+def test_a_planned_place_is_that_of_a_rank_and_sends_nothing(world: World) -> None:
+    layout = ParallelConfig(tp=2, pp=2, ep=2)
+    for rank, places in enumerate(world.run(_places, layout=layout, ranks=8)):
+        assert _places(ParallelState.planned(layout, 8, rank)) == places
+    place = ParallelState.planned(layout, 8, 3)
+    with pytest.raises(AssertionError, match=r"all_reduce on axis tp .* rank 3 is only planned"):
+        place.tp.all_reduce(torch.ones(1))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
 from megalite.kernels.config import KernelConfig
-from megalite.kernels.dropout import bias_dropout_add, dropout, dropout_key
+from megalite.kernels.dropout import bias_dropout_add, dropout, dropout_key, dropout_saved
 from megalite.kernels.rope import rope_tables
+from megalite.kernels.saved import Saved, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
 from megalite.nn.config import ModelConfig, rope_problems
@@ -24,10 +25,12 @@ from megalite.nn.moe import MoELayer
 from megalite.nn.norm import RMSNorm
 from megalite.nn.position import PositionEmbedding
 from megalite.nn.recompute import Recompute
+from megalite.nn.saved import BatchShape, saved_by
 from megalite.parallel.collectives import enter_parallel, gather_from, sequence_part
 from megalite.parallel.context import cut_rows, pad_rows, padded_length, row_multiple
 from megalite.parallel.cross_entropy import linear_cross_entropy
 from megalite.parallel.data import Unit
+from megalite.parallel.saved import embedding_saved, logits_bytes, loss_saved
 from megalite.parallel.shard import Shard, set_shard, shard_of
 from megalite.parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding, share_queue
 from megalite.parallel.wgrad import WeightGradQueue
@@ -83,6 +86,17 @@ class TransformerLayer(nn.Module):
         x = self._add(y, bias, x, context, Site.ATTENTION_OUTPUT)
         y, bias = self.recompute.branch("mlp", self.mlp_norm, self.mlp, x, context)
         return self._add(y, bias, x, context, Site.MLP_OUTPUT)
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """The sum of what norms, blocks and dropout keep, as far as it is not computed again."""
+        attention, mlp = (
+            self.recompute.branch_saved(part, saved_by(norm, shape), saved_by(block, shape), shape.stream)
+            for part, norm, block in (
+                ("attention", self.attention_norm, self.attention),
+                ("mlp", self.mlp_norm, self.mlp),
+            )
+        )
+        return chain(attention, dropout_saved(self.hidden_dropout), mlp, dropout_saved(self.hidden_dropout))
 
     def _add(self, y: Tensor, bias: Tensor | None, residual: Tensor, context: Context, site: Site) -> Tensor:
         """residual + dropout(y + bias)."""
@@ -194,6 +208,56 @@ class Transformer(nn.Module):
         x = self._embed(context) if x is None else x
         x = self.recompute.run(self.layers.values(), x, context)
         return self._loss(x, context.batch) if self.stage.is_last else x
+
+    def batch_shape(
+        self,
+        row_length: int,
+        size: int,
+        *,
+        device: torch.device,
+        has_documents: bool = False,
+        is_padded: bool = False,
+        expert_load: float = 1.0,
+    ) -> BatchShape:
+        """A micro-batch of `size` rows of `row_length` tokens, padded and cut as in forward."""
+        length = padded_length(row_length, self._row_multiple)
+        is_padded = is_padded or length > row_length
+        return BatchShape(
+            seq_len=length // self.mpu.cp.size,
+            size=size,
+            row_length=row_length,
+            width=self.config.hidden_size,
+            parts=self.mpu.tp.size if self.sequence_parallel else 1,
+            dtype=self.hidden_dtype,
+            device=device,
+            rotary=self.rotary_positions,
+            has_documents=has_documents or length > row_length,
+            is_padded=is_padded,
+            expert_load=expert_load,
+        )
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """What the stage keeps of a micro-batch, but for its loss, and for what all its layers share."""
+        layers = [saved_by(layer, shape) for layer in self.layers.values()]
+        parts = [self.recompute.run_saved(layers, shape.stream)] if layers else []
+        if self.embedding is not None:
+            parts = [embedding_saved(self.embedding, shape.tokens), dropout_saved(self.config.hidden_dropout), *parts]
+        if self.final_norm is not None and self.head is not None:
+            parts.append(saved_by(self.final_norm, shape))
+        return chain(*parts)
+
+    def loss_saved(self, shape: BatchShape) -> Saved:
+        """What the loss keeps of a micro-batch: gradients that are made in its forward pass."""
+        return loss_saved(self.head, shape.tokens, shape.dtype) if self.head is not None else Saved()
+
+    def context_bytes(self, shape: BatchShape) -> int:
+        """What the layers of a stage share, of a micro-batch: rotary tables, and token numbers for dropout."""
+        tables = 2 * size_of((shape.tokens, self.config.rotary_dim // 2), wide(shape.dtype)) if shape.rotary else 0
+        return tables + (size_of((shape.rows,), torch.int64) if self.config.hidden_dropout > 0.0 else 0)
+
+    def logits_bytes(self, shape: BatchShape) -> int:
+        """The most logits that exist at a time."""
+        return logits_bytes(self.head, shape.tokens, shape.dtype, shape.device) if self.head is not None else 0
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """[s, b, vocab] of a model that is one stage, for sampling and evaluation."""

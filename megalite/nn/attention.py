@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +19,16 @@ from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_rows import AttentionDropout, Rope
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.dropout import dropout_key
-from megalite.kernels.norm import rms_norm
+from megalite.kernels.norm import rms_norm, rms_norm_saved
 from megalite.kernels.rope import apply_rope
+from megalite.kernels.saved import Saved, beside, chain, size_of
 from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std
+from megalite.nn.saved import BatchShape
 from megalite.parallel.context_attention import ContextAttention
+from megalite.parallel.saved import column_saved, context_attention_saved, row_saved
 from megalite.parallel.shard import Cut, Shard, ShardedModule, even_cut, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
 
@@ -154,6 +159,34 @@ class ParallelAttention(nn.Module):
         window = f" in a window of {self.window}" if self.window else ""
         return found + window + (f" by {self.across.mode}" if cut else "")
 
+    def saved(self, shape: BatchShape) -> Saved:
+        """What the projections and attention between them keep."""
+        return chain(
+            column_saved(self.qkv, shape.tokens, shape.dtype),
+            self._attention_saved(shape),
+            row_saved(self.proj, shape.tokens, shape.dtype),
+        )
+
+    def _attention_saved(self, shape: BatchShape) -> Saved:
+        backend = None
+        if self.across.num_ranks == 1 and not shape.has_documents:
+            backend = self._causal_backend(shape.device, self.dropout, shape.seq_len)
+        # The block backend turns its rows as it goes; what the others get was turned before, and is kept so.
+        remade = shape.rotary and backend != "block"
+        heads = self._heads_saved(shape)
+        if heads.output:
+            remade = True
+        kept = context_attention_saved(
+            self.across, shape.tokens, num_heads=self.qkv.sizes[0] // self.head_size, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size, dtype=shape.dtype, remade=remade, dropout=self.dropout > 0.0,
+        )  # fmt: skip
+        together = beside(replace(heads, output=0), replace(kept, output=0))
+        return replace(together, output=kept.output)
+
+    def _heads_saved(self, shape: BatchShape) -> Saved:
+        """What `heads` keeps of q, k and v side by side; output: of q and k, if it makes them anew."""
+        return Saved()
+
     def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
         """Causal attention within rows that are whole here and one document each."""
         return packed_attention(
@@ -192,6 +225,12 @@ class QKNormAttention(ParallelAttention):
     def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
         q, k, v = self.heads(qkv)
         return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
+
+    def _heads_saved(self, shape: BatchShape) -> Saved:
+        """The heads before their norms are views of q, k and v as they enter, which are kept whole."""
+        heads = sum(self.qkv.sizes[:2]) // self.head_size
+        norms = rms_norm_saved((shape.tokens, heads, self.head_size), shape.dtype)
+        return Saved(input=size_of((shape.tokens, sum(self.qkv.sizes)), shape.dtype), own=norms.own, output=norms.input)
 
 
 class HeadNorm(ShardedModule):

@@ -21,6 +21,7 @@ from megalite.kernels.grouped import (
     weighted_swiglu,
     weighted_swiglu_backward,
 )
+from megalite.kernels.saved import Saved, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.mlp import output_std
@@ -107,6 +108,13 @@ class Experts(ShardedModule):
         assert len(counts) == self.fc1.shape[0] and sum(counts) == tokens.shape[0], "counts are not those of the tokens"
         biases = [bias for bias in (self.fc1_bias, self.fc2_bias) if bias is not None]
         return _Experts.apply(tokens, probs, self, tuple(counts), self.fc1, self.fc2, *biases)
+
+    def saved(self, rows: int, dtype: torch.dtype) -> Saved:
+        """Of `rows` tokens: tokens, probs and fc1's output; put-off work keeps both inputs and both gradients."""
+        hidden, width = self.fc2.shape[1:]
+        tokens, middle, first = (size_of((rows, n), dtype) for n in (hidden, width, self.fc1.shape[1]))
+        probs = size_of((rows,), wide(dtype))
+        return Saved(own=tokens + probs + first, work=2 * tokens + middle + first)
 
     def extra_repr(self) -> str:
         """Local sizes."""

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.activation import gelu, swiglu_packed
+from megalite.kernels.activation import activation_saved, gelu, swiglu_packed
+from megalite.kernels.saved import Saved, chain
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
+from megalite.nn.saved import BatchShape
+from megalite.parallel.saved import column_saved, row_saved
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear
 
 
@@ -62,15 +65,28 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Returns the output and the bias still to be added."""
-        rows = self._rows_at_once(x)
+        rows = self._rows_at_once(x.shape[0], x.shape[1])
         if rows >= x.shape[0]:
             return self.fc2(self.activation(self.fc1(x)))
         return _Chunked.apply(x, self, rows, *self.fc1.parameters(), self.fc2.weight), self.fc2.bias
 
-    def _rows_at_once(self, x: Tensor) -> int:
-        """Rows of x [s, b, h] (a tp rank's own, under sequence parallelism) that make a chunk on all tp ranks."""
+    def saved(self, shape: BatchShape) -> Saved:
+        """The inputs of both linears and of the activation; of a block that goes through in chunks, its input."""
+        tokens = shape.tokens
+        whole = chain(
+            column_saved(self.fc1, tokens, shape.dtype),
+            activation_saved((tokens, sum(self.fc1.sizes)), shape.dtype),
+            row_saved(self.fc2, tokens, shape.dtype),
+        )
+        length = shape.rows // shape.size
+        if self._rows_at_once(length, shape.size) >= length:
+            return whole
+        return Saved(input=whole.input, work=whole.work, results=whole.last_results)
+
+    def _rows_at_once(self, length: int, size: int) -> int:
+        """Rows of x [length, size, h] (a tp rank's own, under sequence parallelism) that make a chunk on all ranks."""
         gathered = self.fc1.axis.size if self.fc2.sequence_parallel else 1
-        return max(1, self.sequence_chunk // (x.shape[1] * gathered)) if self.sequence_chunk else x.shape[0]
+        return max(1, self.sequence_chunk // (size * gathered)) if self.sequence_chunk else length
 
 
 class _Chunked(torch.autograd.Function):

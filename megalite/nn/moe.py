@@ -8,15 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels.config import KernelConfig
+from megalite.kernels.saved import Saved, beside, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
 from megalite.nn.experts import Experts
 from megalite.nn.mlp import ParallelMLP
 from megalite.nn.router import Router, tokens_are_cut
+from megalite.nn.saved import BatchShape
 from megalite.parallel.collectives import gather_from, scatter_to
 from megalite.parallel.expert import Dispatcher
 from megalite.parallel.random import normal_
+from megalite.parallel.saved import dispatch_saved
 from megalite.parallel.shard import Shard, ShardedModule, set_shard
 from megalite.parallel.tensor import init_unless_meta
 
@@ -35,7 +38,7 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig | None = None):
         super().__init__()
-        self.tp = mpu.tp
+        self.mpu, self.tp = mpu, mpu.tp
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.cuts_here = tokens_are_cut(mpu) and not sequence_parallel and mpu.tp.size > 1
         self.router = self.router_cls(config, mpu, layer, mpu.tp if tokens_are_cut(mpu) else None)
@@ -62,6 +65,42 @@ class MoELayer(nn.Module):
         if self.cuts_here:
             y = gather_from(y, self.tp, 0, x.shape[0])
         return (y if shared is None else y + shared), None
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """What the router, the way to the experts, these and the shared expert keep, with even loads."""
+        pairs, dispatcher = self.router.pairs(shape), self.dispatcher
+        sources = dispatcher.ep.size * (dispatcher.etp.size if dispatcher.cut else 1)
+        share = self.experts.fc1.shape[0] / dispatcher.num_experts
+        arriving = round(pairs * sources * share * shape.expert_load)
+        row = size_of((shape.width,), shape.dtype)
+        tokens = shape.tokens // (self.tp.size if tokens_are_cut(self.mpu) else 1)
+        routed = beside(
+            self.router.saved(shape),
+            chain(
+                dispatch_saved(
+                    dispatcher,
+                    tokens,
+                    pairs,
+                    arriving,
+                    row,
+                    wide(shape.dtype).itemsize,
+                    padded=self.router.config.pad_to_capacity,
+                ),
+                self.experts.saved(arriving, shape.dtype),
+            ),
+        )
+        if self.cuts_here:
+            routed = replace(routed, input=0, own=routed.own + routed.input)
+        return beside(routed, self._shared_saved(shape))
+
+    def _shared_saved(self, shape: BatchShape) -> Saved:
+        if self.shared is None:
+            return Saved()
+        block = self.shared.saved(shape)
+        if self.shared_gate is None:
+            return block
+        product = Saved(own=shape.stream + size_of((shape.rows,), shape.dtype))  # both of its factors
+        return beside(chain(block, product), Saved(input=shape.stream))
 
     def _shared(self, x: Tensor, context: Context) -> Tensor | None:
         if self.shared is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.norm import layer_norm, rms_norm
+from megalite.kernels.norm import layer_norm, layer_norm_saved, rms_norm, rms_norm_saved
+from megalite.kernels.saved import Saved
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.nn.saved import BatchShape
 from megalite.parallel.shard import Shard, ShardedModule, set_shard
 
 
@@ -33,6 +35,10 @@ class RMSNorm(ShardedModule):
         """[.., hidden] -> [.., hidden]."""
         return rms_norm(x, self.weight, self.eps)
 
+    def saved(self, shape: BatchShape) -> Saved:
+        """See `rms_norm_saved`."""
+        return rms_norm_saved((shape.rows, shape.width), shape.dtype)
+
 
 class LayerNorm(ShardedModule):
     """(x - mean) / std * weight + bias (Ba et al., 2016, arXiv:1607.06450) on [.., hidden]."""
@@ -51,3 +57,7 @@ class LayerNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[.., hidden] -> [.., hidden]."""
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """See `layer_norm_saved`."""
+        return layer_norm_saved((shape.rows, shape.width), shape.dtype)

@@ -9,9 +9,9 @@ et al., 2023, arXiv:2303.06318). The input that is kept can be cut over ranks th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalite.kernels.saved import Saved, chain, region_saved
 from megalite.mpu import Axis, LastCall, Stash
 
 T = TypeVar("T")
@@ -91,6 +92,28 @@ class Recompute:
         if "norm" in self.parts:
             return without_keeping(norm, x, lambda y: block(y, context))
         return block(norm(x), context)
+
+    def run_saved(self, layers: Sequence[Saved], entering: int) -> Saved:
+        """What `run` keeps of layers that declare `layers`, each of which takes a tensor of `entering` bytes."""
+        in_regions = min(len(layers), self.first if self.first is not None else len(layers)) if self.every else 0
+        regions = [
+            layers[begin : min(begin + self.every, in_regions)] for begin in range(0, in_regions, self.every or 1)
+        ]
+        return chain(*(self._region(chain(*group), entering) for group in regions), *layers[in_regions:])
+
+    def branch_saved(self, part: str, norm: Saved, block: Saved, entering: int) -> Saved:
+        """What `branch` keeps of a norm and a block that take a tensor of `entering` bytes."""
+        again = part in self.parts
+        if again and "norm" in self.parts:
+            return self._region(chain(norm, block), entering)
+        if again:
+            return chain(norm, self._region(block, entering))
+        if "norm" in self.parts:
+            return chain(norm, replace(block, input=0, again=max(block.again, block.input)))
+        return chain(norm, block)
+
+    def _region(self, inside: Saved, entering: int) -> Saved:
+        return region_saved(inside, entering, stashes=self.line is not None)
 
 
 def _through(x: Tensor, layers: Iterable[Callable[[Tensor, T], Tensor]], context: T) -> Tensor:

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.kernels.dropout import dropout_key, uniform
+from megalite.kernels.saved import Saved, size_of, wide
 from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
+from megalite.nn.saved import BatchShape
 from megalite.parallel.collectives import gather_from, sequence_part
 from megalite.parallel.expert import Assignment
 from megalite.parallel.random import normal_
@@ -283,6 +285,53 @@ class Router(ShardedModule):
         # With n tokens in a row: f = counts / (k n), P = probs / n; the loss is the mean over the rows of the batch.
         scale = factor / (batch.totals.num_rows * config.top_k) / lengths.clamp(min=1).to(probs.dtype).square()
         return (scale[:, None] * counts * probs).sum()
+
+    def pairs(self, shape: BatchShape) -> int:
+        """(token, expert) pairs that this rank makes of its tokens: all choices, or all places."""
+        config, tokens = self.config, self._tokens_here(shape)
+        factor = config.capacity_factor or (1.0 if config.routing == "expert_choice" else 0.0)
+        if not factor:
+            return tokens * config.top_k
+        places = math.ceil(shape.row_length * config.top_k / config.num_experts * factor)
+        places_here = places * tokens // shape.row_length
+        return min(places_here * config.num_experts, tokens * config.num_experts)
+
+    def _tokens_here(self, shape: BatchShape) -> int:
+        return shape.tokens // (self.cut.size if self.cut is not None else 1)
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """Scores and gates of all experts for each token, and what losses need; exact where no choice is dropped."""
+        config, dtype, tokens = self.config, wide(shape.dtype), self._tokens_here(shape)
+        x, of_all, one = (size_of((tokens, n), dtype) for n in (shape.width, config.num_experts, 1))
+        mask = size_of((tokens, config.num_experts), torch.bool)
+        # The input in float32: of a float32 model the input itself, unless jitter makes another.
+        own, entering = (2 * x, 0) if config.router_jitter else (0, x) if dtype == shape.dtype else (x, 0)
+        if dtype != shape.dtype:
+            own += size_of(self.weight.shape, dtype)
+        by_softmax = config.router_score == "softmax"
+        gates_are_scores = not (config.router_normalize and by_softmax)
+        has_aux = config.aux_loss != "none" and config.aux_loss_coeff > 0.0
+        if gates_are_scores or has_aux:
+            own += of_all  # scores
+        own += mask
+        if config.router_normalize:
+            own += of_all + (0 if by_softmax else one)  # gates, and the sums they were divided by
+        if has_aux:
+            own += self._aux_saved(shape, dtype) + (0 if by_softmax else one)
+        if config.router_z_loss:
+            own += of_all + one
+        if config.pad_to_capacity:  # from pairs to places
+            own += self.pairs(shape) * (3 * torch.int64.itemsize + dtype.itemsize)
+        summed = has_aux and config.aux_loss in ("sequence", "micro_batch") and self.row_axis.size > 1
+        counts = size_of((shape.size, config.num_experts), dtype) if summed else 0
+        return Saved(input=entering, own=own, results=counts)
+
+    def _aux_saved(self, shape: BatchShape, dtype: torch.dtype) -> int:
+        """What the sums of probabilities are multiplied by."""
+        if self.config.aux_loss in ("global", "global_exact"):
+            return 0 if dtype == self.fractions.dtype else size_of(self.fractions.shape, dtype)
+        rows = shape.size if self.config.aux_loss == "sequence" else 1
+        return size_of((rows, self.config.num_experts), dtype)
 
     def see(self, tokens: Tensor) -> None:
         """Takes the fractions of these choices, float64 [num_experts], of all ranks and micro-batches."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from megalite.kernels.config import KernelConfig
-from megalite.kernels.short_conv import gated_short_conv
+from megalite.kernels.saved import Saved, chain
+from megalite.kernels.short_conv import gated_short_conv, gated_short_conv_saved
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
 from megalite.nn.mlp import output_std
+from megalite.nn.saved import BatchShape
 from megalite.parallel.collectives import sequence_part
 from megalite.parallel.halo import Halo, find_halo
 from megalite.parallel.random import normal_
+from megalite.parallel.saved import column_saved, row_saved
 from megalite.parallel.shard import Cut, Shard, even_cut, set_shard
 from megalite.parallel.tensor import FusedColumnParallelLinear, OutputPart, RowParallelLinear, init_unless_meta
 
@@ -30,7 +35,7 @@ class GatedShortConv(nn.Module):
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
         super().__init__()
         hidden = config.hidden_size
-        self.tp, self.init_std = mpu.tp, config.init_std
+        self.tp, self.cp, self.init_std = mpu.tp, mpu.cp, config.init_std
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.in_proj = FusedColumnParallelLinear(
             hidden,
@@ -63,6 +68,20 @@ class GatedShortConv(nn.Module):
             mask = sequence_part(context.batch.token_mask, self.tp, self.sequence_parallel)
             x = x.masked_fill(~mask[..., None], 0.0)
         return self.proj(gated_short_conv(self.in_proj(x), self.conv, self._halo(context)))
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """The inputs of both linears and of the convolution; of padded rows, which tokens are real."""
+        bcx = (shape.tokens, sum(self.in_proj.sizes))
+        # A zigzag is two runs of places, each with what comes before it.
+        fetched = 2 * (self.conv.shape[1] - 1) * shape.size if self.cp.size > 1 else 0
+        enter = column_saved(self.in_proj, shape.tokens, shape.dtype)
+        if shape.is_padded:
+            enter = replace(enter, input=0, own=enter.input + shape.rows * torch.bool.itemsize)
+        return chain(
+            enter,
+            gated_short_conv_saved(bcx, shape.dtype, fetched),
+            row_saved(self.proj, shape.tokens, shape.dtype),
+        )
 
     def _halo(self, context: Context) -> Halo | None:
         """What the taps see, made once for the layers of a stage that look back equally far."""

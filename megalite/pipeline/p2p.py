@@ -11,6 +11,9 @@ from torch import Tensor
 from megalite.mpu import Axis, Pending
 from megalite.pipeline.plan import Action
 
+WINDOW = 2
+"""Messages to a peer that are under way at most."""
+
 
 class Mailbox:
     """Sends and receives under way along the pipeline axis.
@@ -20,7 +23,7 @@ class Mailbox:
     is done; at most `window` sends to a peer are under way, which bounds that memory.
     """
 
-    def __init__(self, axis: Axis, window: int = 2):
+    def __init__(self, axis: Axis, window: int = WINDOW):
         self._axis, self._window = axis, window
         self._sending: dict[int, deque[Pending]] = {}
         self._receiving: dict[Action, Pending] = {}

@@ -30,7 +30,9 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and counts the storages that it made."""
         out = func(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
+        known: set[int] = set()
+        if func is not torch.ops.aten.lift_fresh.default:  # what torch.tensor has just made
+            known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
         for leaf in tree_leaves(out):
             if _has_memory(leaf) and leaf.untyped_storage()._cdata not in known | self._live.keys():
                 storage = leaf.untyped_storage()

@@ -1,0 +1,391 @@
+"""Bytes of a training step on each pipeline rank, by kind, before anything runs: no process, no memory, no device.
+
+The rank's stages are built on the meta device in a place that is only planned, so that parameters, buckets and what
+blocks declare (`saved`) are those of the run itself. Activations follow the plan of the pipeline, action by action.
+
+Not counted are temporaries inside one operation, what allocators and communication libraries keep, and tensors of
+integers that grow with the tokens of a batch alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megalite.kernels.saved import Saved, size_of
+from megalite.models import MODELS
+from megalite.models.transformer import StageSpec, Transformer
+from megalite.mpu import ParallelState
+from megalite.nn.saved import BatchShape
+from megalite.optim.rules import update_rule
+from megalite.parallel.buckets import Bucket, Unit, make_buckets
+from megalite.parallel.shard import materialize
+from megalite.pipeline.lower import lower, peer_of
+from megalite.pipeline.p2p import WINDOW
+from megalite.pipeline.plan import Action, Kind, Plan
+from megalite.train.build import Sections, plan_of
+from megalite.train.stages import stage_layers
+
+STATE: tuple[str, ...] = ("parameters", "gradients", "master", "optimizer")
+"""What is there between steps, too."""
+STEP: tuple[str, ...] = ("batch", "activations", "loss", "deferred", "messages")
+"""What there is between two actions of the plan: the rows of the step, and what micro-batches leave behind for
+backward, for that of the loss, for weight gradients that were put off, and on their way to and from other stages."""
+TRANSIENT: tuple[str, ...] = ("unit gradients", "unit parameters", "reduction", "recompute", "logits")
+"""What comes and goes within an action: whole gradients and parameters of units that are divided between uses, buffers
+of their reduction, what a region makes again, and a chunk of logits."""
+KINDS: tuple[str, ...] = (*STATE, *STEP, *TRANSIENT)
+
+_OPEN_GRADIENTS = 3
+"""Units whose whole gradients exist at a time (ZeRO 2 and 3): of one under way, and of two that are being reduced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one stage keeps of one micro-batch."""
+
+    number: int
+    """Of the stage in the plan."""
+    layers: range
+    """Its global layers."""
+    saved: Saved
+    """What its layers, embedding and final norm declare, what they share included."""
+    loss: Saved
+    """The same of the loss."""
+    logits: int
+    """Bytes of the logits that exist at a time."""
+    message: int
+    """Bytes of the activations between stages."""
+    peak: int = 0
+    """Most micro-batches whose activations are there at a time."""
+
+    @property
+    def activations(self) -> int:
+        """Bytes from the forward of a micro-batch to its backward, loss included."""
+        return self.saved.total + self.loss.total
+
+    @property
+    def deferred(self) -> int:
+        """Bytes from an input gradient to the weight gradients that it put off; their inputs hold on to the graph."""
+        return self.saved.work + self.saved.held + self.loss.work
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of the ranks at one place of the pipeline, at the moment of a step when they are most."""
+
+    pp_rank: int
+    """The place."""
+    stages: tuple[StageMemory, ...]
+    """Its stages."""
+    kinds: Mapping[str, int]
+    """Bytes by kind, all of KINDS."""
+    peak_action: str
+    """The action of the plan in which this is reached."""
+    settled: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by kind after the action that leaves most behind: STEP, and reductions that are under way."""
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return sum(self.kinds.values())
+
+
+def predict(config: Sections, num_ranks: int, *, device: torch.device, expert_load: float = 1.0) -> list[RankMemory]:
+    """The memory of every pipeline rank of `config` on `num_ranks` ranks like `device`; the config is a checked one.
+
+    Of the ranks at one place of the pipeline the first is looked at. `expert_load`: tokens of its experts over those of
+    an even share.
+    """
+    grid = config.parallel.grid(num_ranks)
+    train = config.train
+    plan = plan_of(config.parallel, train.global_batch_size // (train.micro_batch_size * grid.sizes["dp"]))
+    layers = stage_layers(config.model, config.parallel, plan)
+    lowered = lower(plan)
+    return [
+        _of_rank(config, ParallelState.planned(config.parallel, num_ranks, rank), lowered, layers, device, expert_load)
+        for rank in grid.members(0, ("pp",))
+    ]
+
+
+def _of_rank(
+    config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device, load: float
+) -> RankMemory:
+    stages = planned_stages(config, mpu, plan, layers)
+    memories = {number: _stage_memory(config, number, stage, device, load) for number, stage in stages.items()}
+    units = [[_Held(unit, make_buckets(unit, mpu)) for unit in stage.units()] for stage in stages.values()]
+    buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
+    defers = any(action.kind is Kind.WEIGHT_GRAD for action in plan.actions[mpu.pp.rank])
+    walk = _Walk(plan, memories, _batch_bytes(config, plan.num_microbatches))
+    walk.run(mpu.pp.rank)
+    within, under_way = _unit_bytes(units, config, device, defers)
+    settled = walk.settled.kinds | {"reduction": under_way}
+    if config.parallel.zero < 2 and walk.now["batch"] + within["reduction"] > sum(settled.values()):
+        settled = walk.now | {"reduction": within["reduction"]}  # when the last backward is over
+    return RankMemory(
+        pp_rank=mpu.pp.rank,
+        stages=tuple(replace(memory, peak=walk.most_alive[number]) for number, memory in memories.items()),
+        kinds=dict.fromkeys(KINDS, 0) | state_bytes(config, buckets) | walk.peak.kinds | within,
+        peak_action=str(walk.peak.action),
+        settled=settled,
+    )
+
+
+def planned_stages(config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range]) -> dict[int, Transformer]:
+    """A rank's stages without memory, as `build_stages` makes them with it."""
+    stages: dict[int, Transformer] = {}
+    train = config.train
+    for number in plan.stages_of(mpu.pp.rank):
+        index = plan.model_stage(number)
+        with torch.device("meta"):
+            stage = MODELS[config.model.name](
+                config.model,
+                mpu,
+                StageSpec(index, plan.num_stages, layers[index]),
+                kernels=config.kernels,
+                recompute=train.recompute,
+                sequence_chunk=train.sequence_chunk,
+                recompute_stash=train.recompute_stash,
+            )
+        materialize(stage, torch.device("meta"), train.dtype)
+        stages[number] = stage
+    first = next((stage for stage in stages.values() if stage.stage.is_first), None)
+    last = next((stage for stage in stages.values() if stage.stage.is_last), None)
+    if config.model.tie_embeddings and first is not None and last is not None and first is not last:
+        last.tie_to(first)
+    return stages
+
+
+def _stage_memory(config: Sections, number: int, stage: Transformer, device: torch.device, load: float) -> StageMemory:
+    shape = batch_shape(config, stage, device, load)
+    saved = stage.saved(shape)
+    return StageMemory(
+        number=number,
+        layers=stage.stage.layers,
+        saved=replace(saved, held=saved.held + stage.context_bytes(shape)),
+        loss=stage.loss_saved(shape),
+        logits=stage.logits_bytes(shape),
+        message=shape.stream,
+    )
+
+
+def batch_shape(config: Sections, stage: Transformer, device: torch.device, expert_load: float = 1.0) -> BatchShape:
+    """The micro-batches of `config` as the layers of `stage` see them."""
+    padded = config.data.pack != "concat"
+    return stage.batch_shape(
+        config.data.seq_len,
+        config.train.micro_batch_size,
+        device=device,
+        has_documents=padded or config.data.reset_attention,
+        is_padded=padded,
+        expert_load=expert_load,
+    )
+
+
+# ---- between steps
+
+
+def state_bytes(config: Sections, buckets: Sequence[Bucket]) -> dict[str, int]:
+    """Bytes by kind of STATE. How much of a bucket a rank keeps is the bucket's to say."""
+    found = dict.fromkeys(STATE, 0)
+    moments = len(update_rule(config.optim).moments)
+    for bucket in buckets:
+        kept = bucket.param_shard if bucket.zero >= 3 else bucket.param
+        grad = bucket.grad_shard if bucket.zero >= 2 else bucket.grad
+        wide = grad.dtype
+        updated = sum(segment.param.numel() for segment in bucket.segments)
+        has_master = wide != kept.dtype and config.optim.master_weights != "none"
+        state = {
+            "parameters": kept.nbytes,
+            "gradients": grad.nbytes,
+            "master": updated * wide.itemsize if has_master else 0,
+            "optimizer": moments * updated * wide.itemsize,
+        }
+        if config.optim.post_validation:  # copies of all that an update changes
+            state["optimizer"] *= 2
+            state["master"] *= 2
+            state["optimizer"] += updated * kept.dtype.itemsize
+        for kind, size in state.items():
+            found[kind] += size
+    return found
+
+
+# ---- from action to action
+
+
+@dataclass
+class _Most:
+    """The largest of some moments."""
+
+    total: int = -1
+    action: Action | None = None
+    kinds: dict[str, int] = field(default_factory=dict)
+
+    def see(self, action: Action, kinds: Mapping[str, int], **more: int) -> None:
+        """Takes a moment, with further kinds."""
+        total = sum(kinds.values()) + sum(more.values())
+        if total > self.total:
+            self.total, self.action, self.kinds = total, action, {**kinds, **more}
+
+
+class _Walk:
+    """A rank's actions in order, and what they leave."""
+
+    def __init__(self, plan: Plan, memories: Mapping[int, StageMemory], batch: int):
+        self.plan, self.memories = plan, memories
+        self.now = dict.fromkeys(STEP, 0) | {"batch": batch}
+        self.sending: dict[int, deque[int]] = {}
+        self.alive = dict.fromkeys(memories, 0)
+        self.most_alive = dict.fromkeys(memories, 0)
+        self.peak, self.settled = _Most(), _Most()
+
+    def run(self, rank: int) -> None:
+        """Goes through the actions of `rank` in the lowered plan."""
+        for action in self.plan.actions[rank]:
+            if action.kind is not Kind.REDUCE:
+                self._perform(action)
+                self.peak.see(action, self.now)
+                self.settled.see(action, self.now)
+
+    def _perform(self, action: Action) -> None:
+        kind, number, _ = action
+        memory = self.memories[number]
+        if kind is Kind.FORWARD:
+            self._forward(number, memory)
+            self.peak.see(action, self.now, logits=memory.logits)
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            self.peak.see(action, self.now, recompute=memory.saved.again)
+            self._backward(number, memory, defers=kind is Kind.INPUT_GRAD)
+        elif kind is Kind.WEIGHT_GRAD:
+            self.now["deferred"] -= memory.deferred
+        elif kind in (Kind.RECV_ACT, Kind.RECV_GRAD):
+            self.now["messages"] += memory.message
+        else:
+            window = self.sending.setdefault(peer_of(self.plan, action), deque())
+            window.append(memory.message)
+            if len(window) > WINDOW:
+                self.now["messages"] -= window.popleft()
+
+    def _forward(self, number: int, memory: StageMemory) -> None:
+        if self.plan.previous_stage(number) is not None:  # what came is now the input that the stage keeps
+            self.now["messages"] -= memory.message
+        if self.plan.next_stage(number) is not None:
+            self.now["messages"] += memory.message
+        self.now["activations"] += memory.saved.total
+        self.now["loss"] += memory.loss.total
+        self.alive[number] += 1
+        self.most_alive[number] = max(self.most_alive[number], self.alive[number])
+
+    def _backward(self, number: int, memory: StageMemory, *, defers: bool) -> None:
+        if self.plan.next_stage(number) is not None:
+            self.now["messages"] -= memory.message
+        if self.plan.previous_stage(number) is not None:
+            self.now["messages"] += memory.message
+        self.now["activations"] -= memory.saved.total
+        self.now["loss"] -= memory.loss.total
+        self.alive[number] -= 1
+        if defers:
+            self.now["deferred"] += memory.deferred
+
+
+def _batch_bytes(config: Sections, num_microbatches: int) -> int:
+    """The rows that a rank loads for a step: tokens, labels, positions and loss masks, and what packing adds."""
+    token = 3 * torch.int64.itemsize + torch.float32.itemsize
+    if config.data.pack != "concat":
+        token += torch.bool.itemsize
+    if config.data.pack != "concat" or config.data.reset_attention:
+        token += torch.int64.itemsize
+    row = config.data.seq_len * token + torch.int64.itemsize
+    return num_microbatches * config.train.micro_batch_size * row
+
+
+# ---- within actions
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A unit and its memory."""
+
+    unit: Unit
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of whole gradients that exist during its backward only."""
+        return sum(bucket.grad.nbytes for bucket in self.buckets if bucket.zero >= 2)
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of whole parameters that exist during its passes only."""
+        return sum(bucket.param.nbytes for bucket in self.buckets if bucket.zero >= 3)
+
+    def reduction(self, narrow: torch.dtype | None, device: torch.device) -> int:
+        """Bytes of what its reduction makes: copies in a narrower dtype, and what arrives beside its place.
+
+        That is a slice; on the CPU, where a reduce-scatter is an exchange, the parts of all ranks as well.
+        """
+        size = 0
+        for bucket in self.buckets:
+            if bucket.axis.size > 1:
+                copy = size_of(bucket.grad.shape, narrow) if narrow is not None else 0
+                beside = bucket.zero >= 2 or (bucket.zero == 1 and narrow is not None)
+                wire = narrow or bucket.grad.dtype
+                size += copy + (size_of(bucket.grad_shard.shape, wire) if beside else 0)
+                size += size_of(bucket.grad.shape, wire) if bucket.zero and device.type == "cpu" else 0
+        return size
+
+
+def _unit_bytes(
+    stages: Sequence[Sequence[_Held]], config: Sections, device: torch.device, defers: bool
+) -> tuple[dict[str, int], int]:
+    """(bytes by kind of what is whole during use only and of reductions, those of reductions between actions).
+
+    Under ZeRO 2 and 3 the last units of a pass are still being reduced when the next pass of any stage begins.
+    """
+    # A region of several layers is computed again while the unit that backward is in, and the next one, stay.
+    at_once = 3 if config.train.recompute.startswith("every:") else 2
+    narrow = torch.bfloat16 if config.train.reduce_dtype == "bf16" else None
+    reductions = [[unit.reduction(narrow, device) for unit in units] for units in stages]
+    found = {
+        "unit gradients": _most_of_all([_open_gradients(units, defers) for units in stages]),
+        "unit parameters": max(_most([unit.parameters for unit in units], at_once) for units in stages),
+    }
+    if config.parallel.zero < 2:  # all units are reduced once, and waited for at the end
+        return found | {"reduction": sum(map(sum, reductions))}, 0
+    left = [sum(sizes[: _OPEN_GRADIENTS - 1]) for sizes in reductions]
+    most = [_most(_ring(sizes), _OPEN_GRADIENTS) for sizes in reductions]
+    return found | {"reduction": _most_of_all(list(zip(most, left, strict=True)))}, sum(left)
+
+
+def _open_gradients(units: Sequence[_Held], defers: bool) -> tuple[int, int]:
+    """Bytes of a stage's whole gradients: the most in one of its passes, and what is left of it in the next one.
+
+    A tied gradient of the head waits for that of the embedding; that of an embedding is never put off, and waits for
+    those that are (`defers`).
+    """
+    waiting = 0
+    while len(units) > 1 and units[0].unit.name in ("tied", "embedding"):
+        if not defers and len(units[0].unit.modules) < 2:
+            break
+        waiting, units = waiting + units[0].gradients, units[1:]
+    sizes = [unit.gradients for unit in units]
+    return waiting + _most(_ring(sizes), _OPEN_GRADIENTS), waiting + sum(sizes[: _OPEN_GRADIENTS - 1])
+
+
+def _ring(sizes: Sequence[int]) -> Sequence[int]:
+    """Sizes of units, with the beginning of the next pass (the last ones) before those that end a pass."""
+    return [*sizes[-1:], *sizes] if len(sizes) > _OPEN_GRADIENTS else sizes
+
+
+def _most(sizes: Sequence[int], at_once: int) -> int:
+    """The largest sum of so many neighbours."""
+    return max((sum(sizes[begin : begin + at_once]) for begin in range(len(sizes))), default=0)
+
+
+def _most_of_all(stages: Sequence[tuple[int, int]]) -> int:
+    """(most, left) of each stage: the most of one, with what is left of the others."""
+    total = sum(left for _, left in stages)
+    return max((most + total - left for most, left in stages), default=0)

@@ -1,0 +1,93 @@
+"""What layers declare that they keep for backward is what they keep, to the byte, whatever is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.kernels.saved import Saved
+from megalite.layout import parse_layout
+from megalite.models.llama import Llama
+from megalite.mpu import ParallelState
+from megalite.nn.config import ModelConfig
+from megalite.testing.world import World
+from tests.nn.saved_layers import CPU, Case, kept_by_layers, kept_for_weights
+from tests.tiny import MODELS
+
+SINGLE = ParallelState.single()
+KINDS = ("none", "full", "every:2", "block:1", "selective", "selective:mlp", "selective:norm", "selective:mlp,norm",
+         "selective:attention,mlp,norm")  # fmt: skip
+SMALL = {name: replace(model, num_layers=min(model.num_layers, 3)) for name, model in MODELS.items()}
+SMALL["qwen3"] = replace(SMALL["llama"], name="qwen3", head_dim=10)
+SMALL["window"] = replace(SMALL["llama"], window=5, window_layers="but_every:2", attention_softcap=30.0)
+SMALL["sinks"] = replace(SMALL["llama"], attention_sinks=True)
+EXACT = [name for name in SMALL if name not in ("moe-capacity", "moe-exact")]  # dropped choices depend on the data
+
+
+@pytest.mark.parametrize("model", EXACT)
+def test_layers_keep_what_they_declare(model: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    cases = [
+        Case(model=SMALL[model], dtype=dtype, documents=documents) for dtype in dtypes for documents in (False, True)
+    ]
+    cases += [Case(model=SMALL[model], sequence_chunk=12, dtype=torch.bfloat16)]
+    for case in cases:
+        kept, declared = kept_by_layers(SINGLE, case)
+        assert kept == declared, case
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "moe-gpt2", "moe-bias", "lfm2-moe", "qwen3"])
+def test_so_it_is_under_recompute(model: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in KINDS:
+            kept, declared = kept_by_layers(SINGLE, Case(model=SMALL[model], recompute=kind, dtype=dtype))
+            assert kept == declared, kind
+
+
+@pytest.mark.parametrize("model", EXACT)
+def test_weight_gradients_that_are_put_off_keep_what_was_declared(model: str) -> None:
+    for kind in ("none", "full", "selective:attention,mlp,norm"):
+        kept, declared = kept_for_weights(SINGLE, Case(model=SMALL[model], recompute=kind, dtype=torch.bfloat16))
+        assert kept == declared, kind
+
+
+@pytest.mark.parametrize("model", ["moe-capacity", "moe-exact"])
+def test_dropped_choices_keep_less(model: str) -> None:
+    kept, declared = kept_by_layers(SINGLE, Case(model=SMALL[model]))
+    assert 0.8 * declared < kept <= declared
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("gpt2", "tp2+sp"), ("llama", "tp4"), ("qwen3", "cp2"), ("llama", "cp2:ulysses"), ("moe", "etp2+tp2"),
+        ("moe-gpt2", "tp2+sp+etp2"),
+    ],
+)  # fmt: skip
+def test_so_it_is_on_each_of_several_ranks(model: str, layout: str, world: World) -> None:
+    place = parse_layout(layout)
+    cases = [Case(model=SMALL[model], dtype=torch.bfloat16)]
+    cases += [Case(model=SMALL[model], recompute="full", stash=stash) for stash in (False, True)]
+    for case in cases:
+        for kept, declared in world.run(kept_by_layers, case, layout=place.parallel, ranks=place.num_ranks):
+            assert kept == declared, case
+
+
+class _Silent(torch.nn.Module):
+    """A norm that does not say what it keeps."""
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState):
+        super().__init__()
+
+
+class _SilentLlama(Llama):
+    norm_cls = _Silent
+
+
+def test_a_block_that_declares_nothing_is_named() -> None:
+    stage = _SilentLlama(SMALL["llama"], SINGLE)
+    with pytest.raises(TypeError, match=r"_Silent does not say what it keeps .* saved\(self, shape: BatchShape\)"):
+        stage.saved(stage.batch_shape(16, 1, device=CPU))
+    assert stage.loss_saved(stage.batch_shape(16, 1, device=CPU)) != Saved()
