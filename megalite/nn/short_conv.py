@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.config import KernelConfig
-from megalite.kernels.short_conv import gated_short_conv
+from megalite.kernels.chosen import Kernels
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -27,8 +26,9 @@ class GatedShortConv(nn.Module):
     it convolves the others. Documents see nothing of each other, and padding is zero to the tokens after it.
     """
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         hidden = config.hidden_size
         self.tp, self.init_std = mpu.tp, config.init_std
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
@@ -62,7 +62,7 @@ class GatedShortConv(nn.Module):
         if context.batch.token_mask is not None:
             mask = sequence_part(context.batch.token_mask, self.tp, self.sequence_parallel)
             x = x.masked_fill(~mask[..., None], 0.0)
-        return self.proj(gated_short_conv(self.in_proj(x), self.conv, self._halo(context)))
+        return self.proj(self.kernels.short_conv(self.in_proj(x), self.conv, self._halo(context)))
 
     def _halo(self, context: Context) -> Halo | None:
         """What the taps see, made once for the layers of a stage that look back equally far."""

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from megalite.kernels.grad_norm import sum_of_squares
 from megalite.mpu import ParallelState
 from megalite.parallel.data import DataParallel, Segment
 from megalite.parallel.shard import copies_axis, shard_of
 
-_CHUNK = 1 << 18
-"""Elements squared at a time on the CPU, so that their float64 copy stays in the cache."""
-_CUDA_CHUNK = 1 << 24
+SumOfSquares = Callable[[Tensor], Tensor]
 
 
 class GradNorm:
     """The 2-norm of the whole model's gradient, on its way from all pipeline ranks.
 
-    Squares are summed in float64, so float32 gradients of any finite size give a finite norm; a nan or an infinity
-    anywhere makes it non-finite everywhere. Make it after this rank's gradients have been summed over all ranks that
-    share them. `of_rank` is what this pipeline rank contributes, known before the other ranks have arrived.
+    Squares are summed (by the kernel `squares`) in float64, so float32 gradients of any finite size give a finite norm;
+    a nan or an infinity anywhere makes it non-finite everywhere. Make it after this rank's gradients have been summed
+    over all ranks that share them. `of_rank` is what this pipeline rank contributes, known before the other ranks have
+    arrived.
 
     A stage's dense squares come from its tp ranks, those of its experts from its etp and ep ranks; these cut the same
     ranks in two ways, and each sum is that of one copy. Sums are gathered and added in the order of the axis, so that
     all ranks get the same bits, whatever the library does and however long they wait.
     """
 
-    def __init__(self, data_parallels: Sequence[DataParallel], mpu: ParallelState):
+    def __init__(
+        self, data_parallels: Sequence[DataParallel], mpu: ParallelState, squares: SumOfSquares = sum_of_squares
+    ):
         segments = [segment for data_parallel in data_parallels for segment in data_parallel.segments]
         device = segments[0].param.device if segments else mpu.world.device
-        dense = _squares([segment for segment in segments if segment.group == "dense"], mpu, device)
-        experts = _squares([segment for segment in segments if segment.group == "expert"], mpu, device)
+        dense = _squares([segment for segment in segments if segment.group == "dense"], mpu, device, squares)
+        experts = _squares([segment for segment in segments if segment.group == "expert"], mpu, device, squares)
         if mpu.config.zero:  # each rank has the squares of its slices
             dense = _in_order(copies_axis("dense", mpu).all_gather(dense))
             experts = _in_order(copies_axis("expert", mpu).all_gather(experts))
@@ -69,12 +71,12 @@ def owned_runs(segment: Segment, mpu: ParallelState) -> Iterator[slice]:
         yield slice(begin, end)
 
 
-def _squares(segments: Sequence[Segment], mpu: ParallelState, device: torch.device) -> Tensor:
+def _squares(segments: Sequence[Segment], mpu: ParallelState, device: torch.device, squares: SumOfSquares) -> Tensor:
     """float64 [1]: the sum of squares of what this rank counts."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for segment in segments:
         for run in owned_runs(segment, mpu):
-            total += _sum_of_squares(segment.main_grad[run])
+            total += squares(segment.main_grad[run])
         total += _not_finite(segment, mpu)
     return total
 
@@ -95,14 +97,6 @@ def _not_finite(segment: Segment, mpu: ParallelState) -> Tensor:
         if shard.tied_to is None and not shard.is_owner(mpu):
             found += 0.0 * segment.main_grad[span.start : span.end].sum(dtype=torch.float64)
     return found
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for part in values.split(_CUDA_CHUNK if values.is_cuda else _CHUNK):
-        wide = part.to(torch.float64)
-        total += torch.dot(wide, wide)
-    return total
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

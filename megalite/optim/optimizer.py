@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.kernels.chosen import Kernels
 from megalite.mpu import ParallelState
 from megalite.optim.clip import GradNorm, clip_coefficient
 from megalite.optim.config import OptimConfig
@@ -92,11 +93,13 @@ class Optimizer:
         *,
         scaler: LossScaler | None = None,
         seed: int = 0,
+        kernels: Kernels | None = None,
     ):
+        self.kernels = kernels if kernels is not None else Kernels()
         self.config, self.data_parallels, self.mpu = config, tuple(data_parallels), mpu
         self.scaler, self.seed, self.steps = scaler, seed, 0
         self._groups = tuple(map(Group.parse, config.groups))
-        self._rule = update_rule(config)
+        self._rule = update_rule(config, self.kernels.adamw)
         self._copies = _Copies()
         self._buckets = [
             (bucket, [self._fresh(segment) for segment in bucket.segments])
@@ -129,7 +132,7 @@ class Optimizer:
         return result
 
     def _step(self, lr: float) -> StepResult:
-        norm = GradNorm(self.data_parallels, self.mpu)
+        norm = GradNorm(self.data_parallels, self.mpu, self.kernels.sum_of_squares)
         if self.config.post_validation and self._leaves_as_it_is(float(norm.of_rank) / self.loss_scale):
             result = self._update_then_validate(norm, lr)
         else:

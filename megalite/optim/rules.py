@@ -5,7 +5,7 @@ A rule knows nothing of parameters, units or ranks, and treats every element ali
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -37,15 +37,15 @@ class AdamW:
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, beta1: float, beta2: float, eps: float):
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+    def __init__(self, beta1: float, beta2: float, eps: float, kernel: Callable[..., None] = fused_adamw_):
+        self.beta1, self.beta2, self.eps, self.kernel = beta1, beta2, eps, kernel
 
     def update(
         self, weight: Tensor, grad: Tensor, moments: Sequence[Tensor], *, lr: float, weight_decay: float, step: int
     ) -> None:
         """w <- w (1 - lr decay) - lr m / (sqrt(v) + eps), with bias-corrected moments m, v."""
         exp_avg, exp_avg_sq = moments
-        fused_adamw_(
+        self.kernel(
             weight, grad, exp_avg, exp_avg_sq, lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
             weight_decay=weight_decay, step=step,
         )  # fmt: skip
@@ -70,8 +70,8 @@ class Sgd:
             weight.mul_(1 - lr * weight_decay).add_(grad, alpha=-lr)
 
 
-def update_rule(config: OptimConfig) -> UpdateRule:
-    """The rule that `optim.name` asks for."""
+def update_rule(config: OptimConfig, adamw: Callable[..., None] = fused_adamw_) -> UpdateRule:
+    """The rule that `optim.name` asks for; `adamw` computes a step of AdamW."""
     if config.name == "sgd":
         return Sgd(config.momentum)
-    return AdamW(config.beta1, config.beta2, config.eps)
+    return AdamW(config.beta1, config.beta2, config.eps, adamw)

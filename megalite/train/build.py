@@ -11,6 +11,7 @@ from megalite.data.build import Datasets, build_datasets
 from megalite.data.config import DataConfig
 from megalite.data.gpt_dataset import SampleSource
 from megalite.data.sampler import GlobalBatches
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import KernelConfig
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
@@ -70,6 +71,11 @@ def plan_of(parallel: ParallelConfig, num_microbatches: int) -> Plan:
     return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp, group_size=parallel.group_size)
 
 
+def kernels_of(config: Sections, device: torch.device) -> Kernels:
+    """The backend of each operation on `device`."""
+    return Kernels.resolve(config.kernels, device=device, dtype=config.train.dtype, width=config.model.hidden_size)
+
+
 def build_stages(
     config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device
 ) -> dict[int, Transformer]:
@@ -98,7 +104,7 @@ def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: t
             config.model,
             mpu,
             spec,
-            kernels=config.kernels,
+            kernels=kernels_of(config, device),
             recompute=config.train.recompute,
             sequence_chunk=config.train.sequence_chunk,
             recompute_stash=config.train.recompute_stash,
@@ -150,6 +156,7 @@ def build_training(
             mpu,
             scaler=LossScaler.fresh(config.optim) if config.train.precision == "fp16" else None,
             seed=config.train.seed,
+            kernels=kernels_of(config, device),
         ),
         batches=batches,
         validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,
