@@ -26,7 +26,7 @@ from .grouped import (
 )
 from .linear import accumulate_weight_grad
 from .norm import layer_norm, rms_norm
-from .registry import OPERATIONS, Traits, choice_of, compile_problem, option_of, resolve
+from .registry import OPERATIONS, Traits, choice_of, choose, compile_problem, option_of, resolve
 from .rope import apply_rope
 from .short_conv import gated_short_conv
 
@@ -81,13 +81,13 @@ class Kernels:
     def attention_backend(self, traits: Traits) -> str:
         """The name of what computes causal attention in whole rows, for the log."""
         causal = self.causal_attention(traits) if not traits.softcap else None
-        return causal if causal is not None else resolve("attention", self.config.attention, traits).backend
+        return causal if causal is not None else choose("attention", self.config.attention, traits)
 
     def causal_attention(self, traits: Traits) -> CausalBackend | None:
         """The backend for whole rows of one document each, or None where what `attention` makes is to do it."""
         if self.config.attention not in ("auto", *OPERATIONS["causal_attention"]):
             return None
-        backend = resolve("causal_attention", self.config.attention, traits).backend
+        backend = choose("causal_attention", self.config.attention, traits)
         return "sdpa" if backend == "sdpa" else "block"
 
 

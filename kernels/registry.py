@@ -62,6 +62,10 @@ def _always(traits: Traits) -> bool:
     return True
 
 
+def _never(traits: Traits) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One way to compute an operation."""
@@ -105,8 +109,8 @@ def problems(op: str, choice: str, traits: Traits) -> list[str]:
     return [f"kernels.{option_of(op)}={choice} {problem}; {_instead(op)}" for problem in found]
 
 
-def resolve(op: str, choice: str, traits: Traits) -> Resolved:
-    """What computes `op`: the named backend, which works or raises ValueError, or the first that `auto` finds.
+def choose(op: str, choice: str, traits: Traits) -> str:
+    """The backend of `op`: the named backend, which works or raises ValueError, or the first that `auto` finds.
 
     An operation that does not have the named backend (apex has some operations only) is chosen as by auto.
     """
@@ -115,7 +119,13 @@ def resolve(op: str, choice: str, traits: Traits) -> Resolved:
     backends = OPERATIONS[op]
     if choice not in backends:
         choice = next(name for name, one in backends.items() if one.wins(traits) and not one.problems(traits))
-    return Resolved(choice, backends[choice].fn)
+    return choice
+
+
+def resolve(op: str, choice: str, traits: Traits) -> Resolved:
+    """`choose`, and the function of what was chosen."""
+    backend = choose(op, choice, traits)
+    return Resolved(backend, OPERATIONS[op][backend].fn)
 
 
 def option_of(op: str) -> str:
@@ -226,12 +236,23 @@ def _compiled(name: str, wins: Callable[[Traits], bool] = _always) -> Backend:
     )
 
 
-def _apex(name: str, package: str) -> Backend:
-    how = "build NVIDIA's, github.com/NVIDIA/apex, with its CUDA extensions; apex on PyPI is something else"
+def _has_apex(extension: str, traits: Traits) -> str | None:
+    try:
+        importlib.import_module(extension)
+    except (ImportError, OSError) as error:
+        return (
+            f"needs NVIDIA's apex with its CUDA extensions ({error}): build it from github.com/NVIDIA/apex, the package"
+            " apex on PyPI is another one"
+        )
+    return None
+
+
+def _apex(name: str, extension: str, wins: Callable[[Traits], bool] = _always) -> Backend:
     return Backend(
         path=f"apex_kernels:{name}",
-        available=(_needs_gpu, lambda traits: _package_problem(package, how)),
+        available=(_needs_gpu, partial(_has_apex, extension)),
         supports=(_no_float64,),
+        wins=wins,
     )
 
 
@@ -300,13 +321,13 @@ def _torch(path: str) -> Backend:
 OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
     "rms_norm": {
         "triton": _triton("norm:rms_norm"),
-        "apex": _apex("rms_norm", "apex.normalization.fused_layer_norm"),
+        "apex": _apex("rms_norm", "fused_layer_norm_cuda"),
         "compiled": _compiled("rms_norm"),
         "torch": _torch("norm:rms_norm"),
     },
     "layer_norm": {
         "triton": _triton("norm:layer_norm"),
-        "apex": _apex("layer_norm", "apex.normalization.fused_layer_norm"),
+        "apex": _apex("layer_norm", "fused_layer_norm_cuda"),
         "compiled": _compiled("layer_norm"),
         "torch": _torch("norm:layer_norm"),
     },
@@ -361,7 +382,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
     },
     "sum_of_squares": {
         "triton": _triton("grad_norm:sum_of_squares"),
-        "apex": _apex("sum_of_squares", "amp_C"),
+        "apex": _apex("sum_of_squares", "amp_C", _never),  # in float32: large gradients overflow
         "torch": _torch("grad_norm:sum_of_squares"),
     },
     "weighted_swiglu": {
