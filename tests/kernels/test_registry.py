@@ -16,7 +16,7 @@ import torch
 from megalite.kernels import registry
 from megalite.kernels.chosen import Kernels, fallback_note
 from megalite.kernels.config import KernelConfig
-from megalite.kernels.registry import OPERATIONS, Traits, config_problems, option_of, problems, resolve
+from megalite.kernels.registry import OPERATIONS, Traits, choose, config_problems, option_of, problems, resolve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LARGE = Traits(device=CPU, dtype=torch.bfloat16, width=4096)
@@ -33,7 +33,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(op: str, traits: Traits, choice: str = "auto") -> str:
-    return resolve(op, choice, traits).backend
+    return choose(op, choice, traits)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -67,11 +67,8 @@ def test_without_a_compiler_auto_says_so_and_a_name_is_refused(monkeypatch: pyte
     assert chosen("rms_norm", LARGE) == "torch"
     note = fallback_note(KernelConfig(), device=CPU, dtype=torch.bfloat16, width=4096)
     assert note is not None and "needs a C++ compiler, and there is no g++" in note
-    for config, width in (
-        (KernelConfig(compile=False), 4096),
-        (KernelConfig(backend="torch"), 4096),
-        (KernelConfig(), 8),
-    ):
+    others = ((KernelConfig(compile=False), 4096), (KernelConfig(backend="torch"), 4096), (KernelConfig(), 8))
+    for config, width in others:
         assert fallback_note(config, device=CPU, dtype=torch.bfloat16, width=width) is None
     with pytest.raises(ValueError, match=r"kernels\.backend=compiled needs a C\+\+ compiler.*backend=torch or auto"):
         chosen("rms_norm", LARGE, "compiled")
