@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 import types
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from .short_conv import Reach
 logger = logging.getLogger("megalite")
 
 _LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
+_GELU, _CUBIC = 2.0 * math.sqrt(2.0 / math.pi), 0.044715  # (1 + tanh(u)) / 2 is the logistic function of 2 u
 
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:
@@ -224,14 +226,18 @@ class _Rope(torch.autograd.Function):
         return _run(_rotate, dy.flatten(0, 1), _rows(cos), _rows(sin), -1).view(dy.shape), None, None
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1.0 / (1.0 + (x * -_LOG2_E).exp2())
+
+
 def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = _wide(gate_up).chunk(2, -1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return (gate * _sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def _swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     dy, (gate, up) = _wide(dy), _wide(gate_up).chunk(2, -1)
-    share = torch.sigmoid(gate)
+    share = _sigmoid(gate)
     silu = gate * share
     return torch.cat((dy * up * (share + silu * (1.0 - share)), dy * silu), -1).to(gate_up.dtype)
 
@@ -249,13 +255,15 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    wide = _wide(x)
-    return F.gelu(wide if bias is None else wide + bias, approximate="tanh").to(x.dtype)
+    wide = _wide(x) if bias is None else _wide(x) + bias
+    return (wide * _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))).to(x.dtype)
 
 
 def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     wide = _wide(x) if bias is None else _wide(x) + bias
-    dx = torch.ops.aten.gelu_backward(_wide(dy), wide, approximate="tanh")
+    share = _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))
+    slope = _GELU * (1.0 + 3.0 * _CUBIC * wide * wide)
+    dx = _wide(dy) * share * (1.0 + wide * (1.0 - share) * slope)
     return dx.to(x.dtype), None if bias is None else dx.sum(0).to(bias.dtype)
 
 
@@ -395,12 +403,12 @@ class _ShortConv(torch.autograd.Function):
 
 def _weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
     gate, up = _wide(gate_up).chunk(2, -1)
-    return (F.silu(gate) * up * probs[:, None]).to(gate_up.dtype)
+    return (gate * _sigmoid(gate) * up * probs[:, None]).to(gate_up.dtype)
 
 
 def _weighted_swiglu_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dy, (gate, up) = _wide(dout), _wide(gate_up).chunk(2, -1)
-    share = torch.sigmoid(gate)
+    share = _sigmoid(gate)
     silu = gate * share
     product = silu * up
     dprobs = (product * dy).sum(-1).to(probs.dtype)

@@ -25,6 +25,7 @@ from .config import KernelConfig
 _HALF = (torch.float16, torch.bfloat16)
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_WINS_TO = 1024  # on CPUs with AVX-512, forward and backward: 1.1 to 1.6 times SDPA at 512, level at 2048
+_TRITON_HEAD = 256
 _COMPILE_FROM = 512  # features; below, a call costs more than it saves, and a small run is over before it is compiled
 
 
@@ -47,6 +48,8 @@ class Traits:
     """Bound of attention scores."""
     window: int = 0
     """Sliding window of attention."""
+    head_size: int = 0
+    """Features of an attention head."""
 
     @property
     def on_gpu(self) -> bool:
@@ -270,6 +273,12 @@ def _no_window(traits: Traits) -> str | None:
     return f"has no sliding window (window={traits.window}; 0 would do)" if traits.window else None
 
 
+def _triton_heads(traits: Traits) -> str | None:
+    if traits.head_size <= _TRITON_HEAD:
+        return None
+    return f"has no room for heads of {traits.head_size} features, only for {_TRITON_HEAD}"
+
+
 def _has_flash_attn(traits: Traits) -> str | None:
     return _package_problem("flash_attn.flash_attn_interface", "pip install flash-attn")
 
@@ -367,7 +376,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "torch": _torch("cross_entropy:ce_grad_"),
     },
     "short_conv": {
-        "compiled": _compiled("gated_short_conv"),
+        "compiled": _compiled("gated_short_conv", lambda traits: traits.dtype == torch.bfloat16),
         "torch": _torch("short_conv:gated_short_conv"),
     },
     "wgrad": {
@@ -405,7 +414,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
             supports=(_no_dropout, _half_on_gpu),
         ),
         "sdpa": Backend(path="flash_attention:TorchKernel", supports=_SDPA_SUPPORTS, wins=lambda traits: traits.on_gpu),
-        "triton": _triton("attention:TritonKernel", _no_dropout),
+        "triton": _triton("attention:TritonKernel", _triton_heads),
         "block": _torch("attention_kernel:BlockKernel"),
         "cudnn": Backend(
             path="flash_attention:TorchKernel",

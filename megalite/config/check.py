@@ -302,6 +302,7 @@ def _kernel_problems(config: Config) -> list[str]:
         dropout=model.attention_dropout,
         softcap=model.attention_softcap,
         window=max(window, 0),
+        head_size=model.head_size,
     )
     return config_problems(config.kernels, traits, experts=bool(model.num_experts))
 

@@ -111,7 +111,10 @@ class ParallelAttention(nn.Module):
     def traits(self, like: Tensor | None = None, *, dropout: float = 0.0) -> Traits:
         """What the backend must be able to do, for tensors like `like` where that is known."""
         device, dtype = (like.device, like.dtype) if like is not None else (None, None)
-        return Traits(device=device, dtype=dtype, dropout=dropout, softcap=self.softcap, window=self.window)
+        return Traits(
+            device=device, dtype=dtype, dropout=dropout, softcap=self.softcap, window=self.window,
+            head_size=self.head_size,
+        )  # fmt: skip
 
     def kernel(self, like: Tensor, dropout: float) -> AttentionKernel:
         """What attends to a block of keys, wherever they come from, for tensors like `like`.

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+OWN_PROCESS = ("interpreter", "aot")
+"""Folders whose tests need a process of their own: collected only when they are named on the command line."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.name not in OWN_PROCESS or collection_path.parent != Path(__file__).parent:
+        return None
+    return True if not any(collection_path.name in Path(name.split("::")[0]).parts for name in config.args) else None
 
 
 @pytest.fixture(autouse=True, scope="package")
