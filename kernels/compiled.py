@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cross_entropy as torch_cross_entropy
+from . import dropout as torch_dropout
 from . import short_conv as torch_short_conv
 from .cross_entropy import CrossEntropyConfig
 from .dropout import hash_features, keep_threshold, row_hash
@@ -89,9 +90,9 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, key: Tensor, token_index: Tensor, feature_offset: int = 0) -> Tensor:
-    """See `dropout.dropout`."""
-    if p == 0.0:
-        return x
+    """See `dropout.dropout`, which computes float64: torch.compile gets the mask of its last columns wrong there."""
+    if p == 0.0 or x.dtype == torch.float64:
+        return torch_dropout.dropout(x, p, key, token_index, feature_offset)
     return _BiasDropoutAdd.apply(x, None, None, p, key, token_index, feature_offset)
 
 
@@ -99,8 +100,8 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: Tensor | None, token_index: Tensor | None
 ) -> Tensor:
     """See `dropout.bias_dropout_add`."""
-    if p == 0.0:
-        return residual + x if bias is None else residual + (x + bias)
+    if p == 0.0 or x.dtype == torch.float64:
+        return torch_dropout.bias_dropout_add(x, bias, residual, p, key, token_index)
     return _BiasDropoutAdd.apply(x, bias, residual, p, key, token_index, 0)
 
 
