@@ -28,6 +28,7 @@ from .short_conv import Reach
 
 logger = logging.getLogger("megalite")
 
+_LANES = 16
 _LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
 _GELU, _CUBIC = 2.0 * math.sqrt(2.0 / math.pi), 0.044715  # (1 + tanh(u)) / 2 is the logistic function of 2 u
 
@@ -90,8 +91,8 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, key: Tensor, token_index: Tensor, feature_offset: int = 0) -> Tensor:
-    """See `dropout.dropout`, which computes float64: torch.compile gets the mask of its last columns wrong there."""
-    if p == 0.0 or x.dtype == torch.float64:
+    """See `dropout.dropout`."""
+    if p == 0.0 or not _is_safe(x):
         return torch_dropout.dropout(x, p, key, token_index, feature_offset)
     return _BiasDropoutAdd.apply(x, None, None, p, key, token_index, feature_offset)
 
@@ -100,22 +101,22 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: Tensor | None, token_index: Tensor | None
 ) -> Tensor:
     """See `dropout.bias_dropout_add`."""
-    if p == 0.0 or x.dtype == torch.float64:
+    if p == 0.0 or not _is_safe(x):
         return torch_dropout.bias_dropout_add(x, bias, residual, p, key, token_index)
     return _BiasDropoutAdd.apply(x, bias, residual, p, key, token_index, 0)
 
 
 def ce_stats(logits: Tensor, targets: Tensor, config: CrossEntropyConfig) -> Tensor:
     """See `cross_entropy.ce_stats`."""
-    if logits.numel() == 0:
+    if logits.numel() == 0 or not _is_safe(logits):
         return torch_cross_entropy.ce_stats(logits, targets, config)
     return _run(_ce_stats, logits, targets, config.smoothing > 0.0)
 
 
 def ce_grad_(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, config: CrossEntropyConfig) -> Tensor:
     """See `cross_entropy.ce_grad_`."""
-    if logits.numel() == 0:
-        return logits
+    if logits.numel() == 0 or not _is_safe(logits):
+        return torch_cross_entropy.ce_grad_(logits, targets, lse, grad, config)
     grad = grad.to(lse.dtype)
     _run(_ce_grad, logits, targets, lse, grad, config.smoothing, config.smoothing / config.vocab_size, config.z_loss)
     return logits
@@ -136,6 +137,12 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
 def weighted_swiglu_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `grouped.weighted_swiglu_backward`."""
     return _run(_weighted_swiglu_backward, dout, gate_up, probs)
+
+
+def _is_safe(x: Tensor) -> bool:
+    """Whether code that joins integers with features is right: torch 2.13 gets the last columns of a row wrong, in
+    float64 and in bfloat16, where they do not fill a vector. The torch form takes those."""
+    return x.dtype != torch.float64 and x.shape[-1] % _LANES == 0
 
 
 def _wide(x: Tensor) -> Tensor:

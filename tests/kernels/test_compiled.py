@@ -44,8 +44,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], Any, Sequence[tuple[int, ...]]]] =
     "gelu with bias": (lambda m, x, b: m.gelu(x, b), activation, [(11, 3, 21), (21,)]),
     "rope": (lambda m, x: m.apply_rope(x, *(t.to(_table(x)) for t in tables(12))), rope, [(11, 3, 4, 12)]),
     "partial rope": (lambda m, x: m.apply_rope(x, *(t.to(_table(x)) for t in tables(6))), rope, [(11, 3, 4, 10)]),
-    "dropout": (lambda m, x: m.dropout(x, 0.4, KEY, INDEX, 3), dropout, [(11, 3, 21)]),
-    "bias_dropout_add": (bias_dropout_add, dropout, [(11, 3, 21), (21,), (11, 3, 21)]),
+    "dropout": (lambda m, x: m.dropout(x, 0.4, KEY, INDEX, 3), dropout, [(11, 3, 32)]),
+    "odd dropout": (lambda m, x: m.dropout(x, 0.4, KEY, INDEX, 3), dropout, [(11, 3, 21)]),
+    "bias_dropout_add": (bias_dropout_add, dropout, [(11, 3, 32), (32,), (11, 3, 32)]),
     "short_conv": (lambda m, x, w: m.gated_short_conv(x, w), short_conv, [(11, 3, 24), (8, 3)]),
 }  # fmt: skip
 TELLING = ("rms_norm", "bias_dropout_add")
@@ -83,11 +84,12 @@ def test_against_torch(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_cross_entropy(smoothing: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [17, 48])
+def test_cross_entropy(smoothing: float, dtype: torch.dtype, width: int) -> None:
     """In place, with rows of -inf, targets elsewhere, rows without a gradient, and an empty part."""
-    terms = CrossEntropyConfig(vocab_size=40, label_smoothing=smoothing, z_loss=1e-2)
-    logits = (values(9, 17) * 5).to(dtype)
+    terms = CrossEntropyConfig(vocab_size=60, label_smoothing=smoothing, z_loss=1e-2)
+    logits = (values(9, width) * 5).to(dtype)
     logits[3], logits[4, 5] = float("-inf"), 1e4
     targets, grad = torch.tensor([0, 16, -1, 2, 5, -1, 7, 8, 9]), values(9, seed=1).to(_table(logits))
     grad[2] = grad[3] = 0.0
@@ -123,9 +125,11 @@ def test_any_number_of_rows_by_one_piece_of_code(caplog: pytest.LogCaptureFixtur
     assert [record.message.split(" in ")[0] for record in caplog.records] == ["compiled rms_forward"]
 
 
-def test_masks_are_those_of_torch() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [21, 32, 40, 48])
+def test_masks_are_those_of_torch(width: int, dtype: torch.dtype) -> None:
     """To the bit, past token 2^32 as well."""
-    x = values(11, 3, 21).float()
+    x = values(11, 3, width).to(dtype)
     ours = compiled.bias_dropout_add(x, None, torch.zeros_like(x), 0.3, KEY, INDEX)
     wanted = dropout.bias_dropout_add(x, None, torch.zeros_like(x), 0.3, KEY, INDEX)
     assert ours.eq(0).equal(wanted.eq(0)) and 0 < ours.eq(0).sum() < ours.numel()
