@@ -25,10 +25,11 @@ from torch import Tensor
 
 from megalite.batch import MicroBatch
 from megalite.kernels.attention import attention
-from megalite.kernels.attention_backends import AttentionNeeds, resolve_kernel
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_mask import AttentionMask, first_seen
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.registry import Traits
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.collectives import gather_sequence
 from megalite.parallel.context import cut_rows
@@ -70,8 +71,7 @@ def make_tensors(seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 def make_kernel(dtype: torch.dtype) -> AttentionKernel:
     """What "auto" chooses."""
-    needs = AttentionNeeds(scale=HEAD_SIZE**-0.5, dropout=0.0, softcap=0.0, window=0)
-    return resolve_kernel("auto", needs, device=torch.device("cpu"), dtype=dtype)
+    return Kernels().attention(Traits(device=torch.device("cpu"), dtype=dtype), HEAD_SIZE**-0.5)
 
 
 def run_pass(forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: tuple[Tensor, ...]) -> Pass:

@@ -30,8 +30,9 @@ from table import make_table
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.config import GroupedChoice, KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
-from megalite.kernels.grouped import GroupedChoice
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -117,11 +118,11 @@ def megalite_pass(layer: Layer, grouped: GroupedChoice) -> Callable[[], Tensor]:
         num_layers=1, hidden_size=hidden, num_experts=experts, top_k=layer.top_k, expert_ffn_hidden_size=ffn,
         aux_loss="none",
     )  # fmt: skip
+    kernels = Kernels.resolve(KernelConfig(grouped=grouped), device=layer.x.device, dtype=layer.x.dtype, width=hidden)
     with torch.device("meta"):
-        module = MoELayer(config, mpu, 0)
+        module = MoELayer(config, mpu, 0, kernels)
     module.router = Router(config, mpu, 0, None)
     _use(module.router, "weight", layer.router)
-    module.experts.choice = grouped
     for name, values in (("fc1", layer.fc1), ("fc2", layer.fc2)):
         weight: Any = _use(module.experts, name, values)
         weight.main_grad = torch.zeros_like(values, dtype=torch.float32)

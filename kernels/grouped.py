@@ -17,33 +17,8 @@ from megalite.kernels.activation import row_chunks
 from megalite.kernels.linear import accumulate_weight_grad
 
 GroupedBackend = Literal["loop", "grouped_mm"]
-GroupedChoice = Literal["auto", "loop", "grouped_mm"]
 
-_GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16  # what grouped_mm wants the stride of a row to be a multiple of
-
-
-def resolve_grouped(choice: GroupedChoice, *, device: torch.device, dtype: torch.dtype) -> GroupedBackend:
-    """The backend of `choice`; a named one that cannot run on `device` in `dtype` raises ValueError.
-
-    auto takes grouped_mm where it is one kernel (half precision on GPUs since Ampere); elsewhere torch itself loops.
-    """
-    if choice == "grouped_mm":
-        refusal = _grouped_mm_refusal(dtype)
-        if refusal is not None:
-            raise ValueError(f"kernels.grouped=grouped_mm is not possible here: {refusal}; use loop or auto")
-    if choice != "auto":
-        return choice
-    one_kernel = device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 8
-    return "grouped_mm" if one_kernel and _grouped_mm_refusal(dtype) is None else "loop"
-
-
-def _grouped_mm_refusal(dtype: torch.dtype) -> str | None:
-    if not hasattr(F, "grouped_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
-    if dtype not in _GROUPED_MM_DTYPES:
-        return f"it takes no {dtype}, only float32, bfloat16 and float16"
-    return None
 
 
 def grouped_linear(

@@ -11,6 +11,7 @@ import pytest
 
 import megalite.testing.layouts as layouts_module
 import megalite.train.step as step_module
+from megalite.kernels.config import KernelConfig
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
 from megalite.optim.optimizer import Optimizer
@@ -66,6 +67,15 @@ def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, ref
     difference = prove(model, layout, tokens, references, world)
     assert difference.passed, difference.first_diff
     assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2+sp+pp2+recompute:full"), ("gpt2", "tp2+dp2+mbs4")])
+def test_compiled_kernels_change_nothing(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    """The first run compiles for minutes."""
+    config = dataclasses.replace(config_for(model, tokens, tmp_path), kernels=KernelConfig(backend="compiled"))
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, tmp_path, num_steps=1, timeout=900.0)
+    assert difference.passed, difference.first_diff
 
 
 def test_explicit_uneven_stages(tokens: str, references: Path, world: World) -> None:

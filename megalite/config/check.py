@@ -6,11 +6,13 @@ import difflib
 import math
 from pathlib import Path
 
+import torch
+
 from megalite.config.check_moe import divisors, moe_layers, moe_problems
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
-from megalite.kernels.attention_backends import AttentionNeeds, backend_problems
+from megalite.kernels.registry import Traits, config_problems
 from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, RankGrid
 from megalite.nn.config import ModelConfig, rope_problems
@@ -21,6 +23,7 @@ from megalite.pipeline.partition import partition
 from megalite.pipeline.plan import Plan, PlanError
 from megalite.pipeline.schedule import SCHEDULES, min_chunks
 from megalite.train.build import plan_of
+from megalite.train.distributed import device_type
 from megalite.train.stages import MEASURED, stage_layers, trace_of
 
 
@@ -307,10 +310,17 @@ def _kernel_problems(config: Config) -> list[str]:
     if not is_pattern(model.window_layers):
         return []  # reported already
     window = max((model.window_of(layer) for layer in range(model.num_layers)), default=0)
-    needs = AttentionNeeds(
-        scale=1.0, dropout=model.attention_dropout, softcap=model.attention_softcap, window=max(window, 0)
+    traits = Traits(
+        device=torch.device(device_type(config.train.device)),
+        dtype=None if config.train.precision == "fp8" else config.train.dtype,
+        width=model.hidden_size,
+        compile=config.kernels.compile,
+        dropout=model.attention_dropout,
+        softcap=model.attention_softcap,
+        window=max(window, 0),
+        head_size=model.head_size,
     )
-    return backend_problems(config.kernels.attention, needs)
+    return config_problems(config.kernels, traits, experts=bool(model.num_experts))
 
 
 def _tp_can_be(size: int) -> str:

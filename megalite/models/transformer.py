@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
-from megalite.kernels.config import KernelConfig
-from megalite.kernels.dropout import bias_dropout_add, dropout, dropout_key, dropout_saved
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.dropout import dropout_key, dropout_saved
 from megalite.kernels.rope import rope_tables
 from megalite.kernels.saved import Saved, chain, size_of, wide
 from megalite.mpu import ParallelState
@@ -66,14 +66,17 @@ class TransformerLayer(nn.Module):
     recompute = Recompute()
     """What backward computes again inside the layer; the stage says so."""
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, index: int, kernels: KernelConfig):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, index: int, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels = kernels if kernels is not None else Kernels()
         self.index, self.hidden_dropout = index, config.hidden_dropout
-        self.attention_norm = self.norm_cls(config, mpu)
+        self.attention_norm = self.norm_cls(config, mpu, kernels)
         self.attention = self.operator_cls(config, index)(config, mpu, index, kernels)
-        self.mlp_norm = self.norm_cls(config, mpu)
+        self.mlp_norm = self.norm_cls(config, mpu, kernels)
         self.mlp = (
-            self.moe_cls(config, mpu, index, kernels) if config.is_moe_layer(index) else self.mlp_cls(config, mpu)
+            self.moe_cls(config, mpu, index, kernels)
+            if config.is_moe_layer(index)
+            else self.mlp_cls(config, mpu, kernels)
         )
 
     def operator_cls(self, config: ModelConfig, index: int) -> type[nn.Module]:
@@ -102,7 +105,7 @@ class TransformerLayer(nn.Module):
         """residual + dropout(y + bias)."""
         p = self.hidden_dropout if context.training else 0.0
         key = dropout_key(context.seed, context.batch.step, layer_site(self.index, site), y.device) if p else None
-        return bias_dropout_add(y, bias, residual, p, key, context.token_index)
+        return self.kernels.bias_dropout_add(y, bias, residual, p, key, context.token_index)
 
 
 class Transformer(nn.Module):
@@ -123,7 +126,7 @@ class Transformer(nn.Module):
         mpu: ParallelState,
         stage: StageSpec | None = None,
         *,
-        kernels: KernelConfig | None = None,
+        kernels: Kernels | None = None,
         recompute: str = "none",
         sequence_chunk: int = 0,
         recompute_stash: bool = False,
@@ -132,7 +135,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         stage = stage if stage is not None else StageSpec(0, 1, range(config.num_layers))
-        kernels = kernels if kernels is not None else KernelConfig()
+        self.kernels = kernels = kernels if kernels is not None else Kernels()
         if self.rotary_positions and (problems := rope_problems(config)):
             raise ValueError("\n".join(problems))
         self.config, self.mpu, self.stage, self.seed = config, mpu, stage, seed
@@ -142,7 +145,7 @@ class Transformer(nn.Module):
             mpu.last_call if recompute_stash else None,
             mpu.tp if recompute_cut_input and not self.sequence_parallel else None,
         )
-        self.queue = WeightGradQueue()
+        self.queue = WeightGradQueue(accumulate=kernels.wgrad)
         self.embedding = self._embedding() if stage.is_first else None
         self.positions = None
         if stage.is_first and self.learned_positions:
@@ -152,7 +155,7 @@ class Transformer(nn.Module):
         for layer in layers.values():
             layer.recompute = self.recompute
         self.layers = nn.ModuleDict(layers)
-        self.final_norm = self.norm_cls(config, mpu) if stage.is_last else None
+        self.final_norm = self.norm_cls(config, mpu, kernels) if stage.is_last else None
         self.head = self._head() if stage.is_last else None
         self._holds_both_ends = False
         share_queue(self, self.queue)
@@ -288,7 +291,7 @@ class Transformer(nn.Module):
             x = x + self.positions(context.batch.positions)
         if self.config.hidden_dropout > 0.0 and self.training:
             key = dropout_key(self.seed, context.batch.step, EMBEDDING_SITE, x.device)
-            x = dropout(x, self.config.hidden_dropout, key, context.token_index)
+            x = self.kernels.dropout(x, self.config.hidden_dropout, key, context.token_index)
         return x
 
     def _enter_head(self, x: Tensor) -> Tensor:
@@ -301,7 +304,7 @@ class Transformer(nn.Module):
         return linear_cross_entropy(
             self._enter_head(x), self.head.weight, batch.labels, batch.loss_mask, axis=self.mpu.tp,
             vocab_size=config.vocab_size, queue=self.queue,
-            label_smoothing=config.label_smoothing, z_loss=config.z_loss,
+            label_smoothing=config.label_smoothing, z_loss=config.z_loss, kernels=self.kernels,
         )  # fmt: skip
 
     def units(self) -> list[Unit]:

@@ -8,19 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels.attention import CausalBackend, attention, packed_attention
-from megalite.kernels.attention_backends import (
-    AttentionChoice,
-    AttentionNeeds,
-    backend_problems,
-    resolve_attention,
-    resolve_kernel,
-)
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_rows import AttentionDropout, Rope
-from megalite.kernels.config import KernelConfig
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key
-from megalite.kernels.norm import rms_norm, rms_norm_saved
-from megalite.kernels.rope import apply_rope
+from megalite.kernels.norm import rms_norm_saved
+from megalite.kernels.registry import Traits, problems
 from megalite.kernels.saved import Saved, beside, chain, size_of
 from megalite.mpu import Axis, ParallelState
 from megalite.nn.config import ModelConfig
@@ -59,19 +52,19 @@ class ParallelAttention(nn.Module):
 
     bias = False
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         self.across = ContextAttention.of(mpu, layer)
-        problems = head_problems(config.num_heads, config.kv_heads, mpu.tp.size)
-        if problems := problems or self.across.problems(config.num_heads // mpu.tp.size):
-            raise ValueError("\n".join(problems))
+        wrong = head_problems(config.num_heads, config.kv_heads, mpu.tp.size)
+        if wrong := wrong or self.across.problems(config.num_heads // mpu.tp.size):
+            raise ValueError("\n".join(wrong))
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
         self.scale, self.softcap, self.window = config.score_scale, config.attention_softcap, config.window_of(layer)
         self.sinks = HeadSinks(config, mpu) if config.attention_sinks else None
         self.is_plain = not (self.softcap or config.attention_sinks)
-        self.choice: AttentionChoice = kernels.attention
-        if problems := backend_problems(self.choice, self.needs(config.attention_dropout)):
-            raise ValueError("\n".join(problems))
+        if wrong := problems("attention", self.kernels.config.attention, self.traits(dropout=self.dropout)):
+            raise ValueError("\n".join(wrong))
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         kv = OutputPart(config.kv_heads, config.head_size, _kv_replicas(mpu, config.kv_heads))
@@ -113,7 +106,7 @@ class ParallelAttention(nn.Module):
             return self._mix(qkv, backend, dropout, context.rope)
         q, k, v = self.heads(qkv)
         if context.rope is not None:
-            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+            q, k = self.kernels.rope(q, *context.rope), self.kernels.rope(k, *context.rope)
         return self._attend_rows(q, k, v, dropout, context).flatten(2)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,9 +114,13 @@ class ParallelAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in qkv.split(self.qkv.sizes, -1))
         return q, k, v
 
-    def needs(self, dropout: float) -> AttentionNeeds:
-        """What the backend must be able to do."""
-        return AttentionNeeds(scale=self.scale, dropout=dropout, softcap=self.softcap, window=self.window)
+    def traits(self, like: Tensor | None = None, *, dropout: float = 0.0) -> Traits:
+        """What the backend must be able to do, for tensors like `like` where that is known."""
+        device, dtype = (like.device, like.dtype) if like is not None else (None, None)
+        return Traits(
+            device=device, dtype=dtype, dropout=dropout, softcap=self.softcap, window=self.window,
+            head_size=self.head_size,
+        )  # fmt: skip
 
     def kernel(self, like: Tensor, dropout: float) -> AttentionKernel:
         """What attends to a block of keys, wherever they come from, for tensors like `like`.
@@ -131,7 +128,7 @@ class ParallelAttention(nn.Module):
         Attention of your own returns its own `AttentionKernel` here: one method, which computes the output of a block
         and its log-sum-exp, makes it run on documents, windows and sinks, and under context parallelism.
         """
-        return resolve_kernel(self.choice, self.needs(dropout), device=like.device, dtype=like.dtype)
+        return self.kernels.attention(self.traits(like, dropout=dropout), self.scale)
 
     def _attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None, context: Context
@@ -148,8 +145,7 @@ class ParallelAttention(nn.Module):
         own = type(self).kernel is not ParallelAttention.kernel
         if own or 0 < self.window < seq_len or not self.is_plain:
             return None
-        backend = resolve_attention(self.choice, device=device, dropout=dropout, seq_len=seq_len)
-        return backend if backend in ("sdpa", "block") else None
+        return self.kernels.causal_attention(Traits(device=device, dropout=dropout, seq_len=seq_len))
 
     def describe(self, device: torch.device, dtype: torch.dtype, seq_len: int, *, documents: bool) -> str:
         """What this layer trains with, for the log; `documents`: rows may hold several, or padding."""
@@ -212,10 +208,10 @@ class QKNormAttention(ParallelAttention):
     Henry et al. (2020, arXiv:2010.04245) and Dehghani et al. (2023, arXiv:2302.05442): logits cannot grow without end.
     """
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
         super().__init__(config, mpu, layer, kernels)
-        self.q_norm = HeadNorm(config, mpu)
-        self.k_norm = HeadNorm(config, mpu)
+        self.q_norm = HeadNorm(config, mpu, self.kernels)
+        self.k_norm = HeadNorm(config, mpu, self.kernels)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same, with q and k normed."""
@@ -239,8 +235,9 @@ class HeadNorm(ShardedModule):
     A tp rank sees its own heads only, so that the gradient of the weight is a partial sum over tp.
     """
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         self.eps = config.norm_eps
         shape, partial = (config.head_size,), (mpu.tp,) if mpu.tp.size > 1 else ()
         self.weight = set_shard(nn.Parameter(torch.ones(shape)), Shard("weight", shape, partial=partial, decay=False))
@@ -251,7 +248,7 @@ class HeadNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., heads, head_dim] -> the same."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 class HeadSinks(ShardedModule):

@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.activation import gelu, swiglu_packed
-from megalite.kernels.config import KernelConfig
-from megalite.kernels.grouped import (
-    GroupedBackend,
-    GroupedChoice,
-    accumulate_grouped_bias_grad,
-    accumulate_grouped_weight_grad,
-    grouped_input_grad,
-    grouped_linear,
-    resolve_grouped,
-    weighted_swiglu,
-    weighted_swiglu_backward,
-)
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.grouped import accumulate_grouped_bias_grad
 from megalite.kernels.saved import Saved, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -45,9 +34,9 @@ class Experts(ShardedModule):
     parts: tuple[str, ...] = ("gate", "up")
     bias = False
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: KernelConfig | None = None):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels | None = None):
         super().__init__()
-        self.choice: GroupedChoice = (kernels if kernels is not None else KernelConfig()).grouped
+        self.kernels = kernels if kernels is not None else Kernels()
         self.queue = WeightGradQueue()
         self.init_std, self.output_std = config.init_std, output_std(config)
         # fc2's bias joins one of the partial sums.
@@ -77,7 +66,7 @@ class Experts(ShardedModule):
 
     def activation(self, x: Tensor) -> Tensor:
         """[n, sum of parts] -> [n, f], differentiable; a form that overrides it needs nothing else."""
-        return swiglu_packed(x)
+        return self.kernels.swiglu(x)
 
     @property
     def _is_swiglu(self) -> bool:
@@ -87,14 +76,14 @@ class Experts(ShardedModule):
     def weighted(self, x: Tensor, probs: Tensor) -> Tensor:
         """activation(x) times its prob [n], in x's dtype."""
         if self._is_swiglu:
-            return weighted_swiglu(x, probs)
+            return self.kernels.weighted_swiglu(x, probs)
         y = self.activation(x)
         return (y * probs[:, None]).to(y.dtype)
 
     def weighted_backward(self, dy: Tensor, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(`weighted` again, gradient of x, gradient of probs)."""
         if self._is_swiglu:
-            return weighted_swiglu_backward(dy, x, probs)
+            return self.kernels.weighted_swiglu_backward(dy, x, probs)
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             y = self.activation(x)
@@ -129,7 +118,7 @@ class GeluExperts(Experts):
 
     def activation(self, x: Tensor) -> Tensor:
         """[n, f] -> [n, f]; GELU in its tanh form."""
-        return gelu(x)
+        return self.kernels.gelu(x)
 
 
 class ClampedSwigluExperts(Experts):
@@ -159,10 +148,10 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         # The module is kept for its parameters: they carry main_grad, checkpointing's copies of them do not.
         ctx.module, ctx.counts = module, counts
-        ctx.backend = backend = resolve_grouped(module.choice, device=tokens.device, dtype=tokens.dtype)
         fc1, fc2, *biases = parameters
-        hidden = grouped_linear(tokens, fc1, counts, biases[0] if biases else None, backend=backend)
-        y = grouped_linear(module.weighted(hidden, probs), fc2, counts, backend=backend)
+        linear = module.kernels.grouped_linear
+        hidden = linear(tokens, fc1, counts, biases[0] if biases else None)
+        y = linear(module.weighted(hidden, probs), fc2, counts)
         if biases and module.adds_bias:
             y += _rows(biases[1], counts) * probs[:, None].to(y.dtype)
         ctx.save_for_backward(tokens, probs, hidden)
@@ -171,14 +160,14 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (tokens, probs, hidden) = grads, ctx.saved_tensors
-        module, counts, backend = ctx.module, ctx.counts, ctx.backend
+        module, counts, kernels = ctx.module, ctx.counts, ctx.module.kernels
         dy = dy.contiguous()
         middle, dhidden, dprobs = module.weighted_backward(
-            grouped_input_grad(dy, module.fc2, counts, backend=backend), hidden, probs
+            kernels.grouped_input_grad(dy, module.fc2, counts), hidden, probs
         )
-        _put(module.queue, module.fc2, dy, middle, counts, backend)
+        _put(module, module.fc2, dy, middle, counts)
         del middle
-        _put(module.queue, module.fc1, dhidden, tokens, counts, backend)
+        _put(module, module.fc1, dhidden, tokens, counts)
         biases: tuple[Tensor | None, ...] = ()
         if module.fc1_bias is not None:
             dfirst, dsecond = torch.zeros_like(module.fc1_bias), torch.zeros_like(module.fc2_bias)
@@ -187,7 +176,7 @@ class _Experts(torch.autograd.Function):
                 accumulate_grouped_bias_grad(dsecond, dy * probs[:, None].to(dy.dtype), counts)
                 dprobs = dprobs + (dy * _rows(module.fc2_bias, counts)).sum(-1, dtype=dprobs.dtype)
             biases = dfirst, dsecond
-        dtokens = grouped_input_grad(dhidden, module.fc1, counts, backend=backend) if ctx.needs_input_grad[0] else None
+        dtokens = kernels.grouped_input_grad(dhidden, module.fc1, counts) if ctx.needs_input_grad[0] else None
         return dtokens, dprobs, None, None, None, None, *biases
 
 
@@ -197,9 +186,7 @@ def _rows(bias: Tensor, counts: Sequence[int]) -> Tensor:
     return bias.repeat_interleave(repeats, 0, output_size=sum(counts))
 
 
-def _put(
-    queue: WeightGradQueue, weight: nn.Parameter, dy: Tensor, x: Tensor, counts: Sequence[int], backend: GroupedBackend
-) -> None:
+def _put(module: Experts, weight: nn.Parameter, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
     """The weight gradient, now or when the queue is drained."""
     if not weight.requires_grad:
         return
@@ -207,6 +194,6 @@ def _put(
 
     def work() -> None:
         assert x._version == version, "the tokens of experts were changed in place before their weight gradient"
-        accumulate_grouped_weight_grad(main_grads([weight])[0], dy, x, counts, backend=backend)
+        module.kernels.grouped_weight_grad(main_grads([weight])[0], dy, x, counts)
 
-    queue.put(work, [weight])
+    module.queue.put(work, [weight])

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.activation import activation_saved, gelu, swiglu_packed
+from megalite.kernels.activation import activation_saved
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.saved import Saved, chain
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -37,8 +38,9 @@ class ParallelMLP(nn.Module):
     parts: tuple[str, ...] = ("gate", "up")
     bias = False
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         self.sequence_chunk = 0
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.fc1 = FusedColumnParallelLinear(
@@ -61,7 +63,7 @@ class ParallelMLP(nn.Module):
 
     def activation(self, x: Tensor) -> Tensor:
         """[s, b, sum of parts] -> [s, b, ffn / tp]."""
-        return swiglu_packed(x)
+        return self.kernels.swiglu(x)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Returns the output and the bias still to be added."""
@@ -129,4 +131,4 @@ class GeluMLP(ParallelMLP):
 
     def activation(self, x: Tensor) -> Tensor:
         """[s, b, ffn / tp] -> [s, b, ffn / tp]; GELU in its tanh form."""
-        return gelu(x)
+        return self.kernels.gelu(x)

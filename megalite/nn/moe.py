@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.config import KernelConfig
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.saved import Saved, beside, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -36,7 +36,7 @@ class MoELayer(nn.Module):
     experts_cls: type[Experts] = Experts
     shared_cls: type[ParallelMLP] = ParallelMLP
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig | None = None):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
         super().__init__()
         self.mpu, self.tp = mpu, mpu.tp
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
@@ -46,7 +46,7 @@ class MoELayer(nn.Module):
         self.dispatcher = Dispatcher(config.num_experts, mpu)
         self.shared = self.shared_gate = None
         if config.shared_ffn_hidden_size:
-            self.shared = self.shared_cls(replace(config, ffn_hidden_size=config.shared_ffn_hidden_size), mpu)
+            self.shared = self.shared_cls(replace(config, ffn_hidden_size=config.shared_ffn_hidden_size), mpu, kernels)
         if config.shared_expert_gate:
             self.shared_gate = SharedExpertGate(config, mpu)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.norm import layer_norm, layer_norm_saved, rms_norm, rms_norm_saved
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.norm import layer_norm_saved, rms_norm_saved
 from megalite.kernels.saved import Saved
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -22,8 +23,9 @@ def _whole(value: Tensor, mpu: ParallelState, name: str) -> nn.Parameter:
 class RMSNorm(ShardedModule):
     """x / rms(x) * weight (Zhang & Sennrich, 2019, arXiv:1910.07467) on [.., hidden]."""
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         self.eps = config.norm_eps
         self.weight = _whole(torch.ones(config.hidden_size), mpu, "weight")
 
@@ -33,7 +35,7 @@ class RMSNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., hidden] -> [.., hidden]."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def saved(self, shape: BatchShape) -> Saved:
         """See `rms_norm_saved`."""
@@ -43,8 +45,9 @@ class RMSNorm(ShardedModule):
 class LayerNorm(ShardedModule):
     """(x - mean) / std * weight + bias (Ba et al., 2016, arXiv:1607.06450) on [.., hidden]."""
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         self.eps = config.norm_eps
         self.weight = _whole(torch.ones(config.hidden_size), mpu, "weight")
         self.bias = _whole(torch.zeros(config.hidden_size), mpu, "bias")
@@ -56,7 +59,7 @@ class LayerNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., hidden] -> [.., hidden]."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
     def saved(self, shape: BatchShape) -> Saved:
         """See `layer_norm_saved`."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.config import KernelConfig
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.saved import Saved, chain
-from megalite.kernels.short_conv import gated_short_conv, gated_short_conv_saved
+from megalite.kernels.short_conv import gated_short_conv_saved
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -32,8 +32,9 @@ class GatedShortConv(nn.Module):
     it convolves the others. Documents see nothing of each other, and padding is zero to the tokens after it.
     """
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         hidden = config.hidden_size
         self.tp, self.cp, self.init_std = mpu.tp, mpu.cp, config.init_std
         self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
@@ -67,7 +68,7 @@ class GatedShortConv(nn.Module):
         if context.batch.token_mask is not None:
             mask = sequence_part(context.batch.token_mask, self.tp, self.sequence_parallel)
             x = x.masked_fill(~mask[..., None], 0.0)
-        return self.proj(gated_short_conv(self.in_proj(x), self.conv, self._halo(context)))
+        return self.proj(self.kernels.short_conv(self.in_proj(x), self.conv, self._halo(context)))
 
     def saved(self, shape: BatchShape) -> Saved:
         """The inputs of both linears and of the convolution; of padded rows, which tokens are real."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,24 +12,29 @@ from megalite.mpu import ParallelState
 from megalite.parallel.data import DataParallel, Segment
 from megalite.parallel.shard import shard_of, slices_axis
 
+SumOfSquares = Callable[[Tensor], Tensor]
+
 
 class GradNorm:
     """The 2-norm of the whole model's gradient, on its way from all pipeline ranks.
 
-    Squares are summed in float64, so float32 gradients of any finite size give a finite norm; a nan or an infinity
-    anywhere makes it non-finite everywhere. Make it after this rank's gradients have been summed over all ranks that
-    share them. `of_rank` is what this pipeline rank contributes, known before the other ranks have arrived.
+    Squares are summed (by the kernel `squares`) in float64, so float32 gradients of any finite size give a finite norm;
+    a nan or an infinity anywhere makes it non-finite everywhere. Make it after this rank's gradients have been summed
+    over all ranks that share them. `of_rank` is what this pipeline rank contributes, known before the other ranks have
+    arrived.
 
     A stage's dense squares come from its tp ranks, those of its experts from its etp and ep ranks; these cut the same
     ranks in two ways, and each sum is that of one copy. Sums are gathered and added in the order of the axis, so that
     all ranks get the same bits, whatever the library does and however long they wait.
     """
 
-    def __init__(self, data_parallels: Sequence[DataParallel], mpu: ParallelState):
+    def __init__(
+        self, data_parallels: Sequence[DataParallel], mpu: ParallelState, squares: SumOfSquares = sum_of_squares
+    ):
         segments = [segment for data_parallel in data_parallels for segment in data_parallel.segments]
         device = segments[0].param.device if segments else mpu.world.device
-        dense = _squares([segment for segment in segments if segment.group == "dense"], mpu, device)
-        experts = _squares([segment for segment in segments if segment.group == "expert"], mpu, device)
+        dense = _squares([segment for segment in segments if segment.group == "dense"], mpu, device, squares)
+        experts = _squares([segment for segment in segments if segment.group == "expert"], mpu, device, squares)
         if mpu.config.zero:  # each rank has the squares of its slices
             dense = _in_order(slices_axis("dense", mpu).all_gather(dense))
             experts = _in_order(slices_axis("expert", mpu).all_gather(experts))
@@ -66,12 +71,12 @@ def owned_runs(segment: Segment, mpu: ParallelState) -> Iterator[slice]:
         yield slice(begin, end)
 
 
-def _squares(segments: Sequence[Segment], mpu: ParallelState, device: torch.device) -> Tensor:
+def _squares(segments: Sequence[Segment], mpu: ParallelState, device: torch.device, squares: SumOfSquares) -> Tensor:
     """float64 [1]: the sum of squares of what this rank counts."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for segment in segments:
         for run in owned_runs(segment, mpu):
-            total += sum_of_squares(segment.main_grad[run])
+            total += squares(segment.main_grad[run])
         total += _not_finite(segment, mpu)
     return total
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megalite.kernels.chosen import Kernels
 from megalite.mpu import ParallelState
 from megalite.optim.clip import GradNorm, clip_coefficient
 from megalite.optim.config import OptimConfig
@@ -113,11 +114,13 @@ class Optimizer:
         *,
         scaler: LossScaler | None = None,
         seed: int = 0,
+        kernels: Kernels | None = None,
     ):
+        self.kernels = kernels if kernels is not None else Kernels()
         self.config, self.data_parallels, self.mpu = config, tuple(data_parallels), mpu
         self.scaler, self.seed, self.steps = scaler, seed, 0
         self._groups = tuple(map(Group.parse, config.groups))
-        self._rule: UpdateRule = update_rule(config)
+        self._rule: UpdateRule = update_rule(config, self.kernels.adamw)
         self._matrix_rule: MatrixRule | None = matrix_rule(config)
         self._copies = _Copies()
         self._buckets = [
@@ -160,7 +163,7 @@ class Optimizer:
         return result
 
     def _step(self, lr: float) -> StepResult:
-        norm = GradNorm(self.data_parallels, self.mpu)
+        norm = GradNorm(self.data_parallels, self.mpu, self.kernels.sum_of_squares)
         if self.config.post_validation and self._leaves_as_it_is(float(norm.of_rank) / self.loss_scale):
             result = self._update_then_validate(norm, lr)
         else:

@@ -6,7 +6,7 @@ matrices is given them whole, wherever their slices lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -61,15 +61,15 @@ class AdamW:
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, beta1: float, beta2: float, eps: float):
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+    def __init__(self, beta1: float, beta2: float, eps: float, kernel: Callable[..., None] = fused_adamw_):
+        self.beta1, self.beta2, self.eps, self.kernel = beta1, beta2, eps, kernel
 
     def update(
         self, weight: Tensor, grad: Tensor, moments: Sequence[Tensor], *, lr: float, weight_decay: float, step: int
     ) -> None:
         """w <- w (1 - lr decay) - lr m / (sqrt(v) + eps), with bias-corrected moments m, v."""
         exp_avg, exp_avg_sq = moments
-        fused_adamw_(
+        self.kernel(
             weight, grad, exp_avg, exp_avg_sq, lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
             weight_decay=weight_decay, step=step,
         )  # fmt: skip
@@ -142,8 +142,8 @@ def is_matrix(shard: Shard, config: OptimConfig) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in config.muon_exclude)
 
 
-def update_rule(config: OptimConfig) -> UpdateRule:
-    """The rule of single elements that `optim.name` asks for; beside muon it is AdamW."""
+def update_rule(config: OptimConfig, adamw: Callable[..., None] = fused_adamw_) -> UpdateRule:
+    """The rule of single elements that `optim.name` asks for; beside muon it is AdamW, computed by `adamw`."""
     if config.name == "sgd":
         return Sgd(config.momentum)
-    return AdamW(config.beta1, config.beta2, config.eps)
+    return AdamW(config.beta1, config.beta2, config.eps, adamw)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.cross_entropy import CrossEntropyConfig, ce_grad_, ce_loss, ce_stats, merge_ce_stats
-from megalite.kernels.linear import accumulate_weight_grad
 from megalite.mpu import Axis
 from megalite.parallel.shard import even_cut
 from megalite.parallel.wgrad import WeightGradQueue
@@ -111,6 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cut: VocabCut,
         terms: CrossEntropyConfig,
         queue: WeightGradQueue,
+        kernels: Kernels,
         learning: bool,
     ) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
@@ -125,16 +126,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, hidden.shape[0], cut.chunk_rows()):
             part = slice(begin, begin + cut.chunk_rows())
             logits = nn.functional.linear(hidden[part], weight)
-            lse, target, total = _merged(ce_stats(logits, local[part], terms), cut.axis)
+            lse, target, total = _merged(kernels.ce_stats(logits, local[part], terms), cut.axis)
             # A masked row may hold anything, inf included: it must not touch the sum.
             loss += torch.where(mask[part] > 0, ce_loss(lse, target, total, terms) * mask[part], 0.0).sum()
             if dx is None and dw is None:
                 continue
-            ce_grad_(logits, local[part], lse, weights[part], terms)
+            kernels.ce_grad(logits, local[part], lse, weights[part], terms)
             if dx is not None:
                 torch.mm(logits, weight, out=dx[part])
             if dw is not None:
-                accumulate_weight_grad(dw, logits, hidden[part])
+                kernels.wgrad(dw, logits, hidden[part])
         ctx.gradients = dx, dw
         return loss
 
@@ -151,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.queue.put(lambda: _add_scaled(weight, dw, scale), [weight])
             else:
                 weight_grad = dw.mul_(scale).to(weight.dtype)
-        return dx.mul_(scale) if dx is not None else None, weight_grad, None, None, None, None, None, None
+        return dx.mul_(scale) if dx is not None else None, weight_grad, None, None, None, None, None, None, None
 
 
 def _add_scaled(weight: nn.Parameter, dw: Tensor, scale: Tensor) -> None:
@@ -174,6 +175,7 @@ def linear_cross_entropy(
     queue: WeightGradQueue,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """The scalar sum of mask * loss over all tokens, in at least float32, without ever holding all logits.
 
@@ -189,5 +191,6 @@ def linear_cross_entropy(
         VocabCut(vocab_size, axis),
         CrossEntropyConfig(vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss),
         queue,
+        kernels if kernels is not None else Kernels(),
         torch.is_grad_enabled(),  # the function itself always runs without
     )

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.linear import accumulate_weight_grad
 from megalite.mpu import Axis
 from megalite.parallel.collectives import gather_from, leave_parallel, reduce_from, reduce_scatter_sequence, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -56,17 +55,17 @@ def main_grads(weights: Sequence[nn.Parameter]) -> list[Tensor]:
     return grads
 
 
-def _accumulate(weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor) -> None:
+def _accumulate(queue: WeightGradQueue, weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor) -> None:
     """Adds dy^T x to the gradients of the weights whose outputs stand side by side in `dy`, but for frozen ones."""
     learning = all(weight.requires_grad for weight in weights)
     grads = main_grads(weights) if learning else []
     whole = adjacent(grads) if learning else None
     if whole is not None:
-        accumulate_weight_grad(whole, dy, x)
+        queue.accumulate(whole, dy, x)
         return
     for weight, part in zip(weights, dy.split([w.shape[0] for w in weights], dim=-1), strict=True):
         if weight.requires_grad:
-            accumulate_weight_grad(main_grads([weight])[0], part, x)
+            queue.accumulate(main_grads([weight])[0], part, x)
 
 
 class _Linear(torch.autograd.Function):
@@ -114,7 +113,8 @@ class _Linear(torch.autograd.Function):
                 del whole_dx
         if needs_weight_grad:
             whole_x = gathering.wait() if gathering is not None else None
-            queue.put(_weight_grad_work(weights, dy, x, whole_x, axis if ctx.enter == "gather" else None), weights)
+            gather_over = axis if ctx.enter == "gather" else None
+            queue.put(_weight_grad_work(queue, weights, dy, x, whole_x, gather_over), weights)
         biases: tuple[Tensor | None, ...] = ()
         if ctx.bias_sizes:
             biases = dy.flatten(0, -2).sum(0).split(ctx.bias_sizes)
@@ -124,7 +124,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad_work(
-    weights: Sequence[nn.Parameter], dy: Tensor, x: Tensor, whole_x: Tensor | None, gather_over: Axis | None
+    queue: WeightGradQueue,
+    weights: Sequence[nn.Parameter],
+    dy: Tensor,
+    x: Tensor,
+    whole_x: Tensor | None,
+    gather_over: Axis | None,
 ) -> Callable[[], None]:
     """The weight gradient as a closure; a deferred one keeps only the cut input and gathers it when it runs."""
     version = x._version
@@ -134,7 +139,7 @@ def _weight_grad_work(
         whole = whole_x
         if whole is None:
             whole = gather_over.all_gather(x) if gather_over is not None else x
-        _accumulate(weights, dy, whole)
+        _accumulate(queue, weights, dy, whole)
 
     return work
 
@@ -354,7 +359,7 @@ class RowParallelLinear(_ParallelLinear):
         if self.sequence_parallel:
             dy = self.axis.all_gather(dy)
         if self.weight.requires_grad:
-            self.queue.put(_weight_grad_work([self.weight], dy, x, None, None), [self.weight])
+            self.queue.put(_weight_grad_work(self.queue, [self.weight], dy, x, None, None), [self.weight])
         return dy @ self.weight
 
 

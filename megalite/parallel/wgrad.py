@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from megalite.kernels.linear import accumulate_weight_grad
 
 
 @dataclass
@@ -20,18 +22,21 @@ class WeightGradQueue:
     """Weight gradients of one stage, first in, first out.
 
     While `deferring`, `put` keeps the work under the current `microbatch`; otherwise it runs it at once.
-    `on_start` is told the parameters of each work before it runs, `on_done` those of a deferred one when it has run
-    (gradient buckets listen).
+    `accumulate(main_grad, dy, x)` is how a linear adds dy^T x to its main gradient. `on_start` is told the parameters
+    of each work before it runs, `on_done` those of a deferred one when it has run (gradient buckets listen).
     """
 
     deferring: bool = False
     microbatch: int = 0
+    accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_weight_grad
     on_start: Callable[[Sequence[nn.Parameter]], None] | None = None
     on_done: Callable[[Sequence[nn.Parameter]], None] | None = None
     _waiting: dict[int, deque[tuple[Callable[[], None], Sequence[nn.Parameter]]]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradQueue:
-        return WeightGradQueue()  # of a copied layer: what waits here, and who listens, belongs to the original
+        return WeightGradQueue(
+            accumulate=self.accumulate
+        )  # of a copied layer: what waits here, and who listens, belongs to the original
 
     def put(self, work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> None:
         """Runs `work`, which adds to the main gradients of `parameters`, now or in `drain`."""

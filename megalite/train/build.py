@@ -11,6 +11,7 @@ from megalite.data.build import Datasets, build_datasets
 from megalite.data.config import DataConfig
 from megalite.data.gpt_dataset import SampleSource
 from megalite.data.sampler import GlobalBatches
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import KernelConfig
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
@@ -70,6 +71,11 @@ def plan_of(parallel: ParallelConfig, num_microbatches: int) -> Plan:
     return make_plan(parallel.schedule, parallel.pp, num_microbatches, parallel.vpp, group_size=parallel.group_size)
 
 
+def kernels_of(config: Sections, device: torch.device) -> Kernels:
+    """The backend of each operation on `device`."""
+    return Kernels.resolve(config.kernels, device=device, dtype=config.train.dtype, width=config.model.hidden_size)
+
+
 def build_stages(
     config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device
 ) -> dict[int, Transformer]:
@@ -82,7 +88,7 @@ def build_stages(
     stages: dict[int, Transformer] = {}
     for number in plan.stages_of(mpu.pp.rank):
         index = plan.model_stage(number)
-        stage = stages[number] = _describe(config, mpu, StageSpec(index, plan.num_stages, layers[index]))
+        stage = stages[number] = describe_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
         name_parameters(stage)
         materialize_buffers(stage, device, config.train.dtype)
         initialize_held([stage], (), config.train.seed)
@@ -106,20 +112,21 @@ def fresh_units(train: TrainConfig, device: torch.device) -> Fresh:
 
 def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: torch.device) -> Transformer:
     """A stage with all its parameters, whole."""
-    stage = _describe(config, mpu, spec)
+    stage = describe_stage(config, mpu, spec, device)
     materialize(stage, device, config.train.dtype)
     initialize(stage, config.train.seed)
     return stage
 
 
-def _describe(config: Sections, mpu: ParallelState, spec: StageSpec) -> Transformer:
-    """A stage on the meta device."""
+def describe_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: torch.device) -> Transformer:
+    """A stage on the meta device, with the kernels of `device`."""
+    kernels = kernels_of(config, device)
     with torch.device("meta"):
         return MODELS[config.model.name](
             config.model,
             mpu,
             spec,
-            kernels=config.kernels,
+            kernels=kernels,
             recompute=config.train.recompute,
             sequence_chunk=config.train.sequence_chunk,
             recompute_stash=config.train.recompute_stash,
@@ -172,6 +179,7 @@ def build_training(
             mpu,
             scaler=LossScaler.fresh(config.optim) if config.train.precision == "fp16" else None,
             seed=config.train.seed,
+            kernels=kernels_of(config, device),
         ),
         batches=batches,
         validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,

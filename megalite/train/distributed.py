@@ -71,9 +71,16 @@ def _place(env: Mapping[str, str]) -> dict[str, int]:
     }
 
 
+def device_type(device: str) -> str:
+    """What `train.device` means on this machine: cpu or cuda."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
 def _device(device: str, local_rank: int, ranks_per_node: int) -> torch.device:
     """The device of this rank; RuntimeError when the node has too few GPUs."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device_type(device) == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if ranks_per_node > found:

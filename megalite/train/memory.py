@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megalite.kernels.saved import Saved, size_of
-from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelState
 from megalite.nn.saved import BatchShape
@@ -26,7 +25,7 @@ from megalite.parallel.shard import materialize
 from megalite.pipeline.lower import lower, peer_of
 from megalite.pipeline.p2p import WINDOW
 from megalite.pipeline.plan import Action, Kind, Plan
-from megalite.train.build import Sections, plan_of
+from megalite.train.build import Sections, describe_stage, plan_of
 from megalite.train.stages import stage_layers
 
 STATE: tuple[str, ...] = ("parameters", "gradients", "master", "optimizer")
@@ -114,7 +113,7 @@ def predict(config: Sections, num_ranks: int, *, device: torch.device, expert_lo
 def _of_rank(
     config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device, load: float
 ) -> RankMemory:
-    stages = planned_stages(config, mpu, plan, layers)
+    stages = planned_stages(config, mpu, plan, layers, device)
     memories = {number: _stage_memory(config, number, stage, device, load) for number, stage in stages.items()}
     units = [[_Held(unit, make_buckets(unit, mpu)) for unit in stage.units()] for stage in stages.values()]
     buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
@@ -134,23 +133,15 @@ def _of_rank(
     )
 
 
-def planned_stages(config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range]) -> dict[int, Transformer]:
+def planned_stages(
+    config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device
+) -> dict[int, Transformer]:
     """A rank's stages without memory, as `build_stages` makes them with it."""
     stages: dict[int, Transformer] = {}
-    train = config.train
     for number in plan.stages_of(mpu.pp.rank):
         index = plan.model_stage(number)
-        with torch.device("meta"):
-            stage = MODELS[config.model.name](
-                config.model,
-                mpu,
-                StageSpec(index, plan.num_stages, layers[index]),
-                kernels=config.kernels,
-                recompute=train.recompute,
-                sequence_chunk=train.sequence_chunk,
-                recompute_stash=train.recompute_stash,
-            )
-        materialize(stage, torch.device("meta"), train.dtype)
+        stage = describe_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
+        materialize(stage, torch.device("meta"), config.train.dtype)
         stages[number] = stage
     first = next((stage for stage in stages.values() if stage.stage.is_first), None)
     last = next((stage for stage in stages.values() if stage.stage.is_last), None)

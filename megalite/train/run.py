@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -17,16 +17,16 @@ from rich.table import Table
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
-from megalite.kernels.config import KernelConfig
+from megalite.kernels.chosen import fallback_note
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
-from megalite.kernels.grouped import resolve_grouped
+from megalite.kernels.registry import Traits
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
 from megalite.optim.optimizer import NonFiniteGradient
 from megalite.parallel.context import row_multiple
 from megalite.parallel.shard import shard_of
 from megalite.pipeline.measured import TRACE
-from megalite.train.build import Sections, build_training
+from megalite.train.build import Sections, build_training, kernels_of
 from megalite.train.callbacks import Callback, default_callbacks
 from megalite.train.checkpoints import ResumeError, RunCheckpoints
 from megalite.train.distributed import Launch, start
@@ -83,11 +83,11 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
                 write_config=write_config,
             )
             choices = choose_kernels(config, launch.device)
+            check_kernels(choices, mpu)
             origin = find_origin(config, mpu, folder.path)
             training = build_training(config, mpu, launch.device, orders=origin.orders)
             check_agreement(config, training)
-            if attention := attention_kinds(config, training):
-                choices = {"attention": attention} | choices
+            choices["attention"] = attention_kinds(config, training) or "none"
         _report(config, training, launch, choices, console)
         callbacks = default_callbacks(config.train, folder, mpu, watchdog=launch.watchdog, console=console)
         if config.train.trace_pipeline:
@@ -145,14 +145,18 @@ def _told_plainly(*errors: type[Exception]) -> Iterator[None]:
 
 def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     """Sets this process up for its device; returns what was chosen, by operation, for the log."""
-    kernels: KernelConfig = config.kernels
-    choices: dict[str, str] = {}
-    if config.model.num_experts:
-        choices["experts"] = resolve_grouped(kernels.grouped, device=device, dtype=config.train.dtype)
+    section, model, dtype = config.kernels, config.model, config.train.dtype
+    kernels = kernels_of(config, device)
+    choices = {op: backend for op, backend in kernels.chosen.items() if model.num_experts or not _is_of_experts(op)}
+    traits = Traits(
+        device=device, dtype=dtype, dropout=model.attention_dropout, softcap=model.attention_softcap,
+        seq_len=config.data.seq_len,
+    )  # fmt: skip
+    choices["attention"] = kernels.attention_backend(traits)
     if device.type == "cpu":
         if config.train.precision != "fp64":
-            choices["float32 products"] = set_fp32_gemm(kernels.fp32_gemm)
-        choices["malloc"] = "tuned" if kernels.malloc_tuning and tune_malloc() else "as it is"
+            choices["float32 products"] = set_fp32_gemm(section.fp32_gemm)
+        choices["malloc"] = "tuned" if section.malloc_tuning and tune_malloc() else "as it is"
     return choices
 
 
@@ -175,6 +179,26 @@ def attention_kinds(config: Sections, training: Training) -> str:
     return ", ".join(f"{kind} (layers {', '.join(map(str, numbers))})" for kind, numbers in layers.items())
 
 
+def _is_of_experts(op: str) -> bool:
+    return op.startswith(("grouped_", "weighted_"))
+
+
+def check_kernels(choices: Mapping[str, str], mpu: ParallelState) -> None:
+    """Raises ValueError unless all ranks have chosen as rank 0 has: each kernel rounds in its way."""
+    everyone = mpu.world.gather_objects(dict(choices))
+    differing = [
+        f"{op} is {chosen!r} on rank {rank} and {everyone[0][op]!r} on rank 0"
+        for rank, other in enumerate(everyone)
+        for op, chosen in other.items()
+        if chosen != everyone[0][op]
+    ]
+    if differing:
+        raise ValueError(
+            f"the ranks do not choose the same kernels: {'; '.join(differing[:4])}; give every node the same packages"
+            " and compilers, or name the backends (kernels.backend, kernels.attention, kernels.grouped)"
+        )
+
+
 def count_parameters(training: Training) -> tuple[int, int]:
     """(Dense parameters, those of all experts) of the global model, on every rank."""
     mpu = training.mpu
@@ -187,6 +211,14 @@ def count_parameters(training: Training) -> tuple[int, int]:
     experts = mpu.etp_ep.all_reduce(torch.tensor([owned["expert"]], device=mpu.world.device))
     counts = mpu.pp.all_reduce(torch.cat((dense, experts)))
     return int(counts[0]), int(counts[1])
+
+
+def _by_choice(choices: Mapping[str, str]) -> str:
+    """The table in a line: what computes which operations."""
+    groups: dict[str, list[str]] = {}
+    for op, choice in choices.items():
+        groups.setdefault(choice, []).append(op)
+    return "; ".join(f"{choice}: {', '.join(ops)}" for choice, ops in groups.items())
 
 
 def _report(config: Sections, training: Training, launch: Launch, choices: dict[str, str], console: Console) -> None:
@@ -204,7 +236,12 @@ def _report(config: Sections, training: Training, launch: Launch, choices: dict[
     )  # fmt: skip
     for line in training.datasets.summary:
         logger.info("%s", line)
-    logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in choices.items()))
+    logger.info("kernels: %s", _by_choice(choices))
+    note = fallback_note(config.kernels, device=launch.device, dtype=config.train.dtype, width=config.model.hidden_size)
+    if note is not None:
+        logger.info("%s", note)
+    if "compiled" in choices.values():
+        logger.info("compiled kernels are made in the first steps and kept on disk; kernels.compile=false avoids it")
     rows = mpu.describe(launch.ranks_per_node)
     if rows:
         table = Table("axis", "size", "ranks with rank 0", "in a node")

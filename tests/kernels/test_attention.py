@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import pytest
 import torch
@@ -18,8 +17,10 @@ from megalite.kernels.attention import (
     block_forward,
     packed_attention,
 )
-from megalite.kernels.attention_backends import resolve_attention
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.dropout import dropout_key
+from megalite.kernels.registry import Traits
 from megalite.kernels.rope import apply_rope, rope_tables
 
 # s, b, heads, kv_heads, d: GQA ratios, odd lengths and sizes, blocks that divide and that do not.
@@ -209,8 +210,9 @@ def test_dropout_statistics() -> None:
 
 
 def test_resolve() -> None:
-    def resolve(choice: Literal["auto", "sdpa", "block"], device: str, dropout: float, seq_len: int = 512) -> str:
-        return resolve_attention(choice, device=torch.device(device), dropout=dropout, seq_len=seq_len)
+    def resolve(choice: AttentionChoice, device: str, dropout: float, seq_len: int = 512) -> str | None:
+        traits = Traits(device=torch.device(device), dtype=torch.bfloat16, dropout=dropout, seq_len=seq_len)
+        return Kernels(config=KernelConfig(attention=choice)).causal_attention(traits)
 
     assert resolve("auto", "cpu", 0.0) == "block"
     assert resolve("auto", "cpu", 0.0, 4096) == "sdpa"
@@ -221,6 +223,7 @@ def test_resolve() -> None:
     assert resolve("block", "cuda", 0.0) == "block"
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         resolve("sdpa", "cpu", 0.1)
+    assert resolve("cudnn", "cuda", 0.0) is None
 
 
 def test_memory_is_linear_in_the_sequence() -> None:

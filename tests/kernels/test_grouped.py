@@ -16,10 +16,10 @@ from megalite.kernels.grouped import (
     accumulate_grouped_weight_grad,
     grouped_input_grad,
     grouped_linear,
-    resolve_grouped,
     weighted_swiglu,
     weighted_swiglu_backward,
 )
+from megalite.kernels.registry import Traits, resolve
 
 COUNTS = [[5, 0, 3], [0, 0, 7], [1, 2, 0], [0, 0, 0], [4, 4, 4]]
 CPU = torch.device("cpu")
@@ -109,13 +109,14 @@ def test_wide_main_grad_keeps_small_contributions(backend: GroupedBackend) -> No
 
 
 def test_backends_are_chosen_by_name_and_place() -> None:
-    assert resolve_grouped("auto", device=CPU, dtype=torch.bfloat16) == "loop"
-    assert resolve_grouped("loop", device=CPU, dtype=torch.float64) == "loop"
-    assert resolve_grouped("grouped_mm", device=CPU, dtype=torch.bfloat16) == "grouped_mm"
-    with pytest.raises(
-        ValueError, match=r"kernels\.grouped=grouped_mm is not possible here: it takes no torch.float64"
-    ):
-        resolve_grouped("grouped_mm", device=CPU, dtype=torch.float64)
+    def chosen(choice: str, dtype: torch.dtype) -> str:
+        return resolve("grouped_linear", choice, Traits(device=CPU, dtype=dtype)).backend
+
+    assert chosen("auto", torch.bfloat16) == "loop"
+    assert chosen("loop", torch.float64) == "loop"
+    assert chosen("grouped_mm", torch.bfloat16) == "grouped_mm"
+    with pytest.raises(ValueError, match=r"grouped_mm takes no float64.*kernels\.grouped=loop or auto"):
+        chosen("grouped_mm", torch.float64)
 
 
 @pytest.mark.parametrize("chunk", [64, 1 << 18])

@@ -14,13 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import attention_mask, attention_rows, flash_attention
 from megalite.kernels.attention import attention
-from megalite.kernels.attention_backends import AttentionNeeds, backend_problems, resolve_kernel
 from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, attend
 from megalite.kernels.attention_mask import AttentionMask, Piece, first_seen, num_pairs
 from megalite.kernels.attention_rows import AttentionDropout
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.dropout import dropout_key, feature_hash, keep_threshold, mix_, row_hash
 from megalite.kernels.flash_attention import FlashAttnKernel, TorchKernel
 from megalite.kernels.masked_attention import add_sinks_, masked_backward, masked_forward, merge
+from megalite.kernels.registry import Traits, problems
 
 HEADS, GROUPS, DIM, SCALE = 6, 2, 5, 0.4
 LENGTHS = [(1, 2, 7, 64, 3, 1, 23), (101,)]  # of the documents of each batch row
@@ -481,25 +483,26 @@ def test_flash_attn_is_asked_for_the_right_sequences(name: str, monkeypatch: pyt
 
 
 def test_the_choice_of_a_backend() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    plain = AttentionNeeds(scale=SCALE)
+    cpu = Traits(device=torch.device("cpu"), dtype=torch.float64)
+    gpu = Traits(device=torch.device("cuda"), dtype=torch.bfloat16)
 
-    def resolve(choice: Any, needs: AttentionNeeds = plain) -> AttentionKernel:
-        return resolve_kernel(choice, needs, device=cpu, dtype=torch.float64)
+    def resolve(choice: AttentionChoice, traits: Traits = cpu) -> AttentionKernel:
+        return Kernels(config=KernelConfig(attention=choice)).attention(traits, SCALE)
 
-    softcap, window = (dataclasses.replace(plain, **{name: 5}) for name in ("softcap", "window"))
+    softcap, window, dropout = (
+        dataclasses.replace(cpu, **{name: value}) for name, value in (("softcap", 5.0), ("window", 5), ("dropout", 0.1))
+    )
     assert resolve("block", softcap) == BlockKernel(scale=SCALE, softcap=5)
     assert resolve("auto", window) == BlockKernel(scale=SCALE)
     assert resolve("sdpa") == TorchKernel(scale=SCALE)
-    for needs in (softcap, window, dataclasses.replace(plain, dropout=0.1)):
+    for traits in (softcap, window, dropout):
         with pytest.raises(ValueError, match=r"kernels\.attention=block or auto"):
-            resolve("sdpa", needs)
-    with pytest.raises(ValueError, match="needs a GPU, not cpu"):
+            resolve("sdpa", traits)
+    with pytest.raises(ValueError, match="needs a GPU, and this run is on the cpu"):
         resolve("cudnn")
     with pytest.raises(ValueError, match="needs the package flash_attn"):
         resolve("flash_attn")
-    assert "not in float32" in backend_problems("sdpa", plain, device=gpu, dtype=torch.float32)[0]
-    assert backend_problems("sdpa", plain, device=gpu, dtype=torch.bfloat16) == []
-    auto = resolve_kernel("auto", plain, device=gpu, dtype=torch.bfloat16)
-    assert auto == TorchKernel(scale=SCALE)
-    assert resolve_kernel("auto", window, device=gpu, dtype=torch.bfloat16) == BlockKernel(scale=SCALE)
+    assert "not in float32" in problems("attention", "sdpa", dataclasses.replace(gpu, dtype=torch.float32))[0]
+    assert problems("attention", "sdpa", gpu) == []
+    assert resolve("auto", gpu) == TorchKernel(scale=SCALE)
+    assert resolve("auto", dataclasses.replace(gpu, dropout=0.1)) == BlockKernel(scale=SCALE)

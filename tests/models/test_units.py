@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
-from megalite.kernels.config import KernelConfig
+from megalite.kernels.chosen import Kernels
 from megalite.models.llama import Llama
 from megalite.models.transformer import TransformerLayer
 from megalite.mpu import ParallelConfig, ParallelState
@@ -25,7 +25,7 @@ MODEL = ModelConfig(
 class AllExperts(nn.Module):
     """Every token uses the mean of the experts of its rank: enough of an MoE layer to have parameters."""
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: KernelConfig):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels):
         super().__init__()
         shape = (config.num_experts, config.hidden_size, config.hidden_size)
         segments = even_cut(config.num_experts, mpu.ep)

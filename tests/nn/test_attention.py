@@ -19,6 +19,7 @@ from megalite.batch import MicroBatch
 from megalite.kernels.attention_kernel import AttentionKernel
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.kernels.attention_rows import AttentionDropout
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.rope import rope_tables
 from megalite.mpu import ParallelState
@@ -65,7 +66,7 @@ def values(*shape: int, seed: int = 1) -> Tensor:
 def build(
     cls: type[ParallelAttention], config: ModelConfig, mpu: ParallelState, *, layer: int = 0, backend: Any = "auto"
 ) -> ParallelAttention:
-    return cls(config, mpu, layer, KernelConfig(attention=backend))
+    return cls(config, mpu, layer, Kernels(config=KernelConfig(attention=backend)))
 
 
 def single(cls: type[ParallelAttention], config: ModelConfig, **options: Any) -> ParallelAttention:

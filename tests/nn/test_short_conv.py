@@ -12,7 +12,6 @@ from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from megalite.batch import MicroBatch
-from megalite.kernels.config import KernelConfig
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -45,7 +44,7 @@ def context_of(mask: Tensor | None) -> Context:
 
 
 def build(mpu: ParallelState) -> GatedShortConv:
-    return GatedShortConv(CONFIG, mpu, 0, KernelConfig())
+    return GatedShortConv(CONFIG, mpu, 0)
 
 
 def call(mask: Tensor | None, module: GatedShortConv, x: Tensor) -> Tensor:
@@ -138,7 +137,7 @@ def apply_cut(mpu: ParallelState, kernel: int, packed: bool, deal: str) -> dict[
         cut = RowCut(mpu.cp, scattered(mpu.cp.size), rows.documents)
         batch = replace(rows, places=torch.arange(24)[:, None].expand(24, 3)).map(cut.here)
     context = replace(Context.uncut(rows), batch=batch, cut=cut)
-    layer = GatedShortConv(replace(CONFIG, conv_kernel_size=kernel), mpu, 0, KernelConfig()).double()
+    layer = GatedShortConv(replace(CONFIG, conv_kernel_size=kernel), mpu, 0).double()
     initialize(layer, seed=2)
     whole, dy = torch.randn(2, 24, 3, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = sequence_part(cut.here(whole), mpu.tp, layer.sequence_parallel).requires_grad_()

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megalite.config import Config
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.config import KernelConfig
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.attention import ParallelAttention
@@ -18,7 +20,7 @@ from megalite.parallel.data import DataParallel, Unit
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.testing.world import World
 from megalite.train.build import build_training
-from megalite.train.run import attention_kinds, count_parameters
+from megalite.train.run import attention_kinds, check_kernels, count_parameters
 from megalite.train.step import Training
 from tests.parallel.parameters import cut_experts, cut_rows, whole
 from tests.tiny import config_for
@@ -89,10 +91,25 @@ def test_the_log_says_what_each_kind_of_layer_attends_with(
 
 def test_long_whole_rows_and_packed_ones_have_other_backends(tokens: str, tmp_path: Path) -> None:
     config = config_for("llama", tokens, tmp_path)
-    module = ParallelAttention(config.model, ParallelState.single(), 0, config.kernels)
+    module = ParallelAttention(config.model, ParallelState.single(), 0)
     device, dtype = torch.device("cpu"), torch.float32
     assert module.describe(device, dtype, 1024, documents=False) == "block"
     assert module.describe(device, dtype, 4096, documents=False) == "sdpa"
     assert module.describe(device, dtype, 4096, documents=True) == "block"
-    named = ParallelAttention(config.model, ParallelState.single(), 0, replace(config.kernels, attention="sdpa"))
+    kernels = Kernels(config=KernelConfig(attention="sdpa"))
+    named = ParallelAttention(config.model, ParallelState.single(), 0, kernels)
     assert named.describe(device, dtype, 64, documents=True) == "sdpa"
+
+
+def _differing(mpu: ParallelState) -> str:
+    check_kernels({"rms_norm": "torch", "gelu": "torch"}, mpu)
+    try:
+        check_kernels({"rms_norm": "torch" if mpu.rank == 1 else "compiled", "gelu": "torch"}, mpu)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_must_choose_the_same_kernels(world: World) -> None:
+    for message in world.run(_differing, ranks=2):
+        assert "rms_norm is 'torch' on rank 1 and 'compiled' on rank 0" in message and "gelu" not in message

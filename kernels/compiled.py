@@ -1,0 +1,425 @@
+"""The fused operations as torch.compile makes them for a CPU: the signatures, and up to rounding the values, of torch.
+
+Forward and backward are plain functions of matrices, compiled apart: what is saved, and what is computed again, is
+decided here and not by a partitioner. The number of rows is a variable of the compiled code; widths and dtypes are
+constants. The code is kept on disk by torch (TORCHINDUCTOR_CACHE_DIR), and the log tells what had to be made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import cross_entropy as torch_cross_entropy
+from . import dropout as torch_dropout
+from . import short_conv as torch_short_conv
+from .cross_entropy import CrossEntropyConfig
+from .dropout import hash_features, keep_threshold, row_hash
+from .short_conv import Reach
+
+logger = logging.getLogger("megalite")
+
+_LANES = 16
+_LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
+_GELU, _CUBIC = 2.0 * math.sqrt(2.0 / math.pi), 0.044715  # (1 + tanh(u)) / 2 is the logistic function of 2 u
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) by code made for the widths and dtypes of these tensors, with any number of rows (dim 0)."""
+    kinds = tuple((x.dtype, x.shape[1:]) if isinstance(x, Tensor) else x for x in args)
+    return _code(function, kinds, torch.get_num_threads())(*args)
+
+
+@functools.cache
+def _code(function: Callable[..., Any], kinds: tuple[object, ...], threads: int) -> Callable[..., Any]:
+    """Code of its own for each kind: torch.compile keeps what it makes, and counts it, by code object."""
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return _Announced(torch.compile(own, fullgraph=True), function.__name__)
+
+
+class _Announced:
+    """A compiled function whose first call is reported."""
+
+    def __init__(self, run: Callable[..., Any], name: str):
+        self._run, self._name, self._is_made = run, name.strip("_"), False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._is_made:
+            return self._run(*args)
+        begin = time.perf_counter()
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim and x.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        made, self._is_made = self._run(*args), True
+        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - begin)
+        return made
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `norm.rms_norm`."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `norm.layer_norm`."""
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `rope.apply_rope`."""
+    return _Rope.apply(x, cos, sin)
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """See `activation.swiglu_packed`."""
+    return _SwiGLU.apply(gate_up)
+
+
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `activation.gelu`."""
+    return _Gelu.apply(x, bias)
+
+
+def dropout(x: Tensor, p: float, key: Tensor, token_index: Tensor, feature_offset: int = 0) -> Tensor:
+    """See `dropout.dropout`."""
+    if p == 0.0 or not _is_safe(x):
+        return torch_dropout.dropout(x, p, key, token_index, feature_offset)
+    return _BiasDropoutAdd.apply(x, None, None, p, key, token_index, feature_offset)
+
+
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: Tensor | None, token_index: Tensor | None
+) -> Tensor:
+    """See `dropout.bias_dropout_add`."""
+    if p == 0.0 or not _is_safe(x):
+        return torch_dropout.bias_dropout_add(x, bias, residual, p, key, token_index)
+    return _BiasDropoutAdd.apply(x, bias, residual, p, key, token_index, 0)
+
+
+def ce_stats(logits: Tensor, targets: Tensor, config: CrossEntropyConfig) -> Tensor:
+    """See `cross_entropy.ce_stats`."""
+    if logits.numel() == 0 or not _is_safe(logits):
+        return torch_cross_entropy.ce_stats(logits, targets, config)
+    return _run(_ce_stats, logits, targets, config.smoothing > 0.0)
+
+
+def ce_grad_(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, config: CrossEntropyConfig) -> Tensor:
+    """See `cross_entropy.ce_grad_`."""
+    if logits.numel() == 0 or not _is_safe(logits):
+        return torch_cross_entropy.ce_grad_(logits, targets, lse, grad, config)
+    grad = grad.to(lse.dtype)
+    _run(_ce_grad, logits, targets, lse, grad, config.smoothing, config.smoothing / config.vocab_size, config.z_loss)
+    return logits
+
+
+def gated_short_conv(bcx: Tensor, weight: Tensor, reach: Reach | None = None) -> Tensor:
+    """See `short_conv.gated_short_conv`; rows of several documents, or on several ranks, are computed by it."""
+    if reach is not None or bcx.shape[0] < weight.shape[1]:
+        return torch_short_conv.gated_short_conv(bcx, weight, reach)
+    return _ShortConv.apply(bcx, weight)
+
+
+def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
+    """See `grouped.weighted_swiglu`."""
+    return _run(_weighted_swiglu, gate_up, probs)
+
+
+def weighted_swiglu_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `grouped.weighted_swiglu_backward`."""
+    return _run(_weighted_swiglu_backward, dout, gate_up, probs)
+
+
+def _is_safe(x: Tensor) -> bool:
+    """Whether code that joins integers with features is right: torch 2.13 gets the last columns of a row wrong, in
+    float64 and in bfloat16, where they do not fill a vector. The torch form takes those."""
+    return x.dtype != torch.float64 and x.shape[-1] % _LANES == 0
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = _wide(x)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rstd * weight).to(x.dtype), rstd
+
+
+def _rms_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dy, normed = dy.to(rstd.dtype), x.to(rstd.dtype) * rstd
+    product = dy * normed
+    along = (product * weight).mean(-1, keepdim=True)
+    dx = (dy * weight - normed * along) * rstd
+    return dx.to(x.dtype), product.sum(0).to(weight.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = _run(_rms_forward, _rows(x), weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = _run(_rms_backward, _rows(grads[0]), _rows(x), weight, rstd)
+        return dx.view(x.shape), dweight, None
+
+
+def _layer_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = _wide(x)
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (centred * rstd * weight + bias).to(x.dtype), mean, rstd
+
+
+def _layer_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dy, normed = dy.to(rstd.dtype), (x.to(rstd.dtype) - mean) * rstd
+    product, weighted = dy * normed, dy * weight
+    along = (product * weight).mean(-1, keepdim=True)
+    dx = (weighted - normed * along - weighted.mean(-1, keepdim=True)) * rstd
+    return dx.to(x.dtype), product.sum(0).to(weight.dtype), dy.sum(0)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y, mean, rstd = _run(_layer_forward, _rows(x), weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = bias.dtype
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = _run(_layer_backward, _rows(grads[0]), _rows(x), weight, mean, rstd)
+        return dx.view(x.shape), dweight, dbias.to(ctx.bias_dtype), None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """x [n, heads, d], tables [n, r / 2]."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None] * direction
+    first, second = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _run(_rotate, x.flatten(0, 1), _rows(cos), _rows(sin), 1).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        dy = grads[0]
+        return _run(_rotate, dy.flatten(0, 1), _rows(cos), _rows(sin), -1).view(dy.shape), None, None
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1.0 / (1.0 + (x * -_LOG2_E).exp2())
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = _wide(gate_up).chunk(2, -1)
+    return (gate * _sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def _swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    dy, (gate, up) = _wide(dy), _wide(gate_up).chunk(2, -1)
+    share = _sigmoid(gate)
+    silu = gate * share
+    return torch.cat((dy * up * (share + silu * (1.0 - share)), dy * silu), -1).to(gate_up.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _run(_swiglu, _rows(gate_up)).view(*gate_up.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return _run(_swiglu_backward, _rows(grads[0]), _rows(gate_up)).view(gate_up.shape)
+
+
+def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    wide = _wide(x) if bias is None else _wide(x) + bias
+    return (wide * _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))).to(x.dtype)
+
+
+def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    wide = _wide(x) if bias is None else _wide(x) + bias
+    share = _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))
+    slope = _GELU * (1.0 + 3.0 * _CUBIC * wide * wide)
+    dx = _wide(dy) * share * (1.0 + wide * (1.0 - share) * slope)
+    return dx.to(x.dtype), None if bias is None else dx.sum(0).to(bias.dtype)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return _run(_gelu, _rows(x), bias).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        dx, dbias = _run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
+        return dx.view(x.shape), dbias
+
+
+def _drop(x: Tensor, p: float, key: Tensor, token_index: Tensor, feature_offset: int) -> Tensor:
+    """x [n, h] in float32 or wider, dropped and scaled."""
+    if p >= 1.0:
+        return torch.zeros_like(x)
+    feature = hash_features(torch.arange(feature_offset, feature_offset + x.shape[-1]))
+    keep = _mix(row_hash(key, token_index)[:, None] + feature) >= keep_threshold(p)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), 0.0)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """`dropout.mix_`, not in place."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def _drop_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Tensor, index: Tensor, feature_offset: int
+) -> Tensor:
+    branch = _drop(_wide(x) if bias is None else _wide(x) + bias, p, key, index, feature_offset)
+    return (branch if residual is None else residual + branch).to(x.dtype)
+
+
+def _drop_add_backward(
+    dy: Tensor, bias: Tensor | None, p: float, key: Tensor, index: Tensor, feature_offset: int
+) -> tuple[Tensor, Tensor | None]:
+    dx = _drop(_wide(dy), p, key, index, feature_offset)
+    return dx.to(dy.dtype), None if bias is None else dx.sum(0).to(bias.dtype)
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        p: float,
+        key: Tensor,
+        token_index: Tensor,
+        feature_offset: int,
+    ) -> Tensor:
+        ctx.save_for_backward(bias, key, token_index)
+        ctx.p, ctx.feature_offset, ctx.adds = p, feature_offset, residual is not None
+        rows = None if residual is None else _rows(residual)
+        y = _run(_drop_add, _rows(x), bias, rows, p, key, token_index.reshape(-1), feature_offset)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        bias, key, index = ctx.saved_tensors
+        dy = grads[0]
+        dx, dbias = _run(_drop_add_backward, _rows(dy), bias, ctx.p, key, index.reshape(-1), ctx.feature_offset)
+        return dx.view(dy.shape), dbias, dy if ctx.adds else None, None, None, None, None
+
+
+def _ce_stats(logits: Tensor, targets: Tensor, with_sum: bool) -> Tensor:
+    x = _wide(logits)
+    top = x.amax(-1)
+    # A row of -inf has no finite maximum to subtract.
+    shift = torch.where(top == float("-inf"), 0.0, top)
+    total = ((x - shift[:, None]) * _LOG2_E).exp2().sum(-1)
+    picked = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].to(x.dtype)
+    picked = torch.where(targets >= 0, picked, 0.0)
+    return torch.stack((top, total, picked, x.sum(-1) if with_sum else torch.zeros_like(top)))
+
+
+def _ce_grad(
+    logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, smoothing: float, everywhere: float, z_loss: float
+) -> None:
+    probs = ((logits.to(lse.dtype) - lse[:, None]) * _LOG2_E).exp2()
+    weight = grad if z_loss == 0.0 else grad * (2.0 * z_loss * lse + 1.0)
+    found = probs * weight[:, None] - (grad * everywhere)[:, None]
+    columns = torch.arange(logits.shape[1])
+    found = found - torch.where(columns == targets[:, None], grad[:, None] * (1.0 - smoothing), 0.0)
+    logits.copy_(torch.where(grad[:, None] == 0.0, 0.0, found))
+
+
+def _shifted(u: Tensor, back: int) -> Tensor:
+    """u [s, b, h] moved `back` places down (or up, where negative), with zeros in what becomes free."""
+    free = (0, 0, 0, 0, back, 0) if back > 0 else (0, 0, 0, 0, 0, -back)
+    return F.pad(u[:-back] if back > 0 else u[-back:], free) if back else u
+
+
+def _convolve(u: Tensor, taps: Tensor) -> Tensor:
+    z = u * taps[:, -1]
+    for back in range(1, taps.shape[1]):
+        z = z + _shifted(u, back) * taps[:, -1 - back]
+    return z
+
+
+def _conv_forward(bcx: Tensor, weight: Tensor) -> Tensor:
+    b, c, x = _wide(bcx).chunk(3, -1)
+    return (c * _convolve(b * x, _wide(weight))).to(bcx.dtype)
+
+
+def _conv_backward(dy: Tensor, bcx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    b, c, x = _wide(bcx).chunk(3, -1)
+    taps, u, dy = _wide(weight), b * x, _wide(dy)
+    dz = dy * c
+    du = dz * taps[:, -1]
+    dtaps = [(dz * u).sum((0, 1))]
+    for back in range(1, taps.shape[1]):
+        du = du + _shifted(dz, -back) * taps[:, -1 - back]
+        dtaps.insert(0, (dz * _shifted(u, back)).sum((0, 1)))
+    dbcx = torch.cat((du * x, dy * _convolve(u, taps), du * b), -1)
+    return dbcx.to(bcx.dtype), torch.stack(dtaps, -1).to(weight.dtype)
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bcx: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(bcx, weight)
+        return _run(_conv_forward, bcx, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        bcx, weight = ctx.saved_tensors
+        return _run(_conv_backward, grads[0], bcx, weight)
+
+
+def _weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
+    gate, up = _wide(gate_up).chunk(2, -1)
+    return (gate * _sigmoid(gate) * up * probs[:, None]).to(gate_up.dtype)
+
+
+def _weighted_swiglu_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dy, (gate, up) = _wide(dout), _wide(gate_up).chunk(2, -1)
+    share = _sigmoid(gate)
+    silu = gate * share
+    product = silu * up
+    dprobs = (product * dy).sum(-1).to(probs.dtype)
+    dy = dy * probs[:, None]
+    dgate_up = torch.cat((dy * up * (share + silu * (1.0 - share)), dy * silu), -1)
+    return (product * probs[:, None]).to(gate_up.dtype), dgate_up.to(gate_up.dtype), dprobs
