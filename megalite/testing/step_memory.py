@@ -84,7 +84,7 @@ def _state(training: Training, buckets: Sequence[Bucket]) -> dict[str, int]:
         "parameters": _bytes_of([*learning, *(bucket.param_shard for bucket in buckets)]),
         "gradients": _bytes_of([tensor for bucket in buckets for tensor in (bucket.grad, bucket.grad_shard)]),
         "master": _bytes_of([state.master for state in states if state.has_master]),
-        "optimizer": _bytes_of([moment for state in states for moment in state.moments.values()]),
+        "optimizer": _bytes_of([moment for state in states for moment in state.moments]),
     }
 
 
