@@ -113,7 +113,12 @@ class Recompute:
         return chain(norm, block)
 
     def _region(self, inside: Saved, entering: int) -> Saved:
-        return region_saved(inside, entering, stashes=self.line is not None)
+        saved = region_saved(inside, entering, stashes=self.line is not None)
+        if self.cut_over is None or self.cut_over.size == 1:
+            return saved
+        # A part of the input is a copy of its own, and the whole of it comes again.
+        part = entering // self.cut_over.size
+        return replace(saved, input=0, own=saved.own + part, again=saved.again + entering)
 
 
 def _through(x: Tensor, layers: Iterable[Callable[[Tensor, T], Tensor]], context: T) -> Tensor:

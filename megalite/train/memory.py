@@ -16,16 +16,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megalite.kernels.saved import Saved, size_of
-from megalite.models.transformer import StageSpec, Transformer
+from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelState
 from megalite.nn.saved import BatchShape
-from megalite.optim.rules import update_rule
-from megalite.parallel.buckets import Bucket, Unit, make_buckets
-from megalite.parallel.shard import materialize
+from megalite.optim.config import OptimConfig
+from megalite.optim.groups import runs_of
+from megalite.optim.rules import is_matrix, matrix_rule, update_rule
+from megalite.parallel.buckets import Bucket, Fresh, Segment, Unit, make_buckets
 from megalite.pipeline.lower import lower, peer_of
 from megalite.pipeline.p2p import WINDOW
 from megalite.pipeline.plan import Action, Kind, Plan
-from megalite.train.build import Sections, describe_stage, plan_of
+from megalite.train.build import Sections, build_stages, plan_of
 from megalite.train.stages import stage_layers
 
 STATE: tuple[str, ...] = ("parameters", "gradients", "master", "optimizer")
@@ -113,9 +114,11 @@ def predict(config: Sections, num_ranks: int, *, device: torch.device, expert_lo
 def _of_rank(
     config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device, load: float
 ) -> RankMemory:
-    stages = planned_stages(config, mpu, plan, layers, device)
+    meta = torch.device("meta")
+    stages = build_stages(config, mpu, plan, layers, meta)
+    fresh = Fresh(meta, config.train.dtype, lambda unit: None)
+    units = [_adopted(stage.units(), mpu, fresh) for stage in stages.values()]
     memories = {number: _stage_memory(config, number, stage, device, load) for number, stage in stages.items()}
-    units = [[_Held(unit, make_buckets(unit, mpu)) for unit in stage.units()] for stage in stages.values()]
     buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
     defers = any(action.kind is Kind.WEIGHT_GRAD for action in plan.actions[mpu.pp.rank])
     walk = _Walk(plan, memories, _batch_bytes(config, plan.num_microbatches))
@@ -133,21 +136,12 @@ def _of_rank(
     )
 
 
-def planned_stages(
-    config: Sections, mpu: ParallelState, plan: Plan, layers: Sequence[range], device: torch.device
-) -> dict[int, Transformer]:
-    """A rank's stages without memory, as `build_stages` makes them with it."""
-    stages: dict[int, Transformer] = {}
-    for number in plan.stages_of(mpu.pp.rank):
-        index = plan.model_stage(number)
-        stage = describe_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
-        materialize(stage, torch.device("meta"), config.train.dtype)
-        stages[number] = stage
-    first = next((stage for stage in stages.values() if stage.stage.is_first), None)
-    last = next((stage for stage in stages.values() if stage.stage.is_last), None)
-    if config.model.tie_embeddings and first is not None and last is not None and first is not last:
-        last.tie_to(first)
-    return stages
+def _adopted(units: Sequence[Unit], mpu: ParallelState, fresh: Fresh) -> list[_Held]:
+    """The units with their memory, divided as in the run."""
+    held = [_Held(unit, make_buckets(unit, mpu, fresh)) for unit in units]
+    for bucket in (bucket for unit in held for bucket in unit.buckets):
+        bucket.divide()
+    return held
 
 
 def _stage_memory(config: Sections, number: int, stage: Transformer, device: torch.device, load: float) -> StageMemory:
@@ -182,7 +176,6 @@ def batch_shape(config: Sections, stage: Transformer, device: torch.device, expe
 def state_bytes(config: Sections, buckets: Sequence[Bucket]) -> dict[str, int]:
     """Bytes by kind of STATE. How much of a bucket a rank keeps is the bucket's to say."""
     found = dict.fromkeys(STATE, 0)
-    moments = len(update_rule(config.optim).moments)
     for bucket in buckets:
         kept = bucket.param_shard if bucket.zero >= 3 else bucket.param
         grad = bucket.grad_shard if bucket.zero >= 2 else bucket.grad
@@ -193,7 +186,7 @@ def state_bytes(config: Sections, buckets: Sequence[Bucket]) -> dict[str, int]:
             "parameters": kept.nbytes,
             "gradients": grad.nbytes,
             "master": updated * wide.itemsize if has_master else 0,
-            "optimizer": moments * updated * wide.itemsize,
+            "optimizer": sum(_moments_of(segment, config.optim) for segment in bucket.segments) * wide.itemsize,
         }
         if config.optim.post_validation:  # copies of all that an update changes
             state["optimizer"] *= 2
@@ -202,6 +195,14 @@ def state_bytes(config: Sections, buckets: Sequence[Bucket]) -> dict[str, int]:
         for kind, size in state.items():
             found[kind] += size
     return found
+
+
+def _moments_of(segment: Segment, optim: OptimConfig) -> int:
+    """Elements of the running averages of a segment."""
+    rule, of_matrices = update_rule(optim), matrix_rule(optim)
+    runs = runs_of(segment, (), optim.weight_decay, lambda shard: is_matrix(shard, optim))
+    rules = ((run, of_matrices if run.is_matrix and of_matrices is not None else rule) for run in runs)
+    return sum((run.stop - run.start) * len(chosen.moments) for run, chosen in rules)
 
 
 # ---- from action to action
@@ -320,7 +321,7 @@ class _Held:
         """
         size = 0
         for bucket in self.buckets:
-            if bucket.axis.size > 1:
+            if bucket.zero or bucket.replicas.size > 1:
                 copy = size_of(bucket.grad.shape, narrow) if narrow is not None else 0
                 beside = bucket.zero >= 2 or (bucket.zero == 1 and narrow is not None)
                 wire = narrow or bucket.grad.dtype
