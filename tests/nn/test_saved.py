@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.saved import Saved
 from megalite.layout import parse_layout
 from megalite.models.llama import Llama
@@ -78,7 +79,7 @@ def test_so_it_is_on_each_of_several_ranks(model: str, layout: str, world: World
 class _Silent(torch.nn.Module):
     """A norm that does not say what it keeps."""
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState):
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels):
         super().__init__()
 
 
