@@ -72,7 +72,9 @@ def test_so_it_is_on_each_of_several_ranks(model: str, layout: str, world: World
     cases = [Case(model=SMALL[model], dtype=torch.bfloat16)]
     cases += [Case(model=SMALL[model], recompute="full", stash=stash) for stash in (False, True)]
     for case in cases:
-        for kept, declared in world.run(kept_by_layers, case, layout=place.parallel, ranks=place.num_ranks):
+        for kept, declared in world.run(
+            kept_by_layers, case, layout=place.parallel, ranks=place.num_ranks, timeout=300.0
+        ):
             assert kept == declared, case
 
 
