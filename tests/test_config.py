@@ -450,7 +450,10 @@ def test_what_a_layer_sees(model: dict[str, Any], problem: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "problem"),
-    [({"window": 4}, "has no sliding window (window=4)"), ({"attention_softcap": 5.0}, "has no soft-capping")],
+    [
+        ({"window": 4}, "has no sliding window (window=4; 0 would do)"),
+        ({"attention_softcap": 5.0}, "has no soft-capping"),
+    ],
 )
 def test_a_named_attention_backend_can_do_it(model: dict[str, Any], problem: str) -> None:
     config = config_with(model=model)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megalite.checkpoint import store
@@ -93,11 +93,14 @@ def _through_dtensors(mpu: ParallelState, folder: str) -> tuple[list[float], lis
     """Ours -> DTensors cut in columns -> ours, on two ranks; the values that arrive on each way."""
     ours = cut_state(mpu, 1.0 + mpu.rank)
     store.save(f"{folder}/ours", 1, ours, {}, mpu)
-    mesh = init_device_mesh("cpu", (2,))
+    group = mpu.tp.group  # the world of the tests may have more ranks
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, "cpu")
     columns = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(1)])
-    load({"words": columns}, storage_reader=MegaliteReader(f"{folder}/ours", kind="parameter"))
+    load({"words": columns}, storage_reader=MegaliteReader(f"{folder}/ours", kind="parameter"), process_group=group)
     assert isinstance(columns, DTensor)
-    save({"words": columns}, storage_writer=MegaliteWriter(f"{folder}/theirs", step=2, kind="parameter"))
+    writer = MegaliteWriter(f"{folder}/theirs", step=2, kind="parameter")
+    save({"words": columns}, storage_writer=writer, process_group=group)
     back = cut_state(mpu, 0.0)
     store.load(f"{folder}/theirs", back, mpu)
     local = columns.to_local()

@@ -22,7 +22,7 @@ from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.dropout import dropout_key, feature_hash, keep_threshold, mix_, row_hash
 from megalite.kernels.flash_attention import FlashAttnKernel, TorchKernel
 from megalite.kernels.masked_attention import add_sinks_, masked_backward, masked_forward, merge
-from megalite.kernels.registry import Traits, problems
+from megalite.kernels.registry import Traits, choose, problems
 
 HEADS, GROUPS, DIM, SCALE = 6, 2, 5, 0.4
 LENGTHS = [(1, 2, 7, 64, 3, 1, 23), (101,)]  # of the documents of each batch row
@@ -505,4 +505,4 @@ def test_the_choice_of_a_backend() -> None:
     assert "not in float32" in problems("attention", "sdpa", dataclasses.replace(gpu, dtype=torch.float32))[0]
     assert problems("attention", "sdpa", gpu) == []
     assert resolve("auto", gpu) == TorchKernel(scale=SCALE)
-    assert resolve("auto", dataclasses.replace(gpu, dropout=0.1)) == BlockKernel(scale=SCALE)
+    assert choose("attention", "auto", dataclasses.replace(gpu, dropout=0.1)) == "triton"

@@ -88,4 +88,4 @@ def _assert_stored_once(folder: Path, config: Config) -> None:
     for key in buffers:
         (piece,) = manifest.tensors[key].pieces
         stored = files[piece.file][piece.name]
-        assert stored.dtype == torch.float32 and stored.count_nonzero() == stored.numel()
+        assert stored.dtype == torch.float32 and stored.count_nonzero() > stored.numel() // 2  # 0: an even load
