@@ -41,7 +41,9 @@ def test_a_training_step_equals_torch(model: str, tmp_path: Path) -> None:
     """In float32; dropout, tied embeddings, label smoothing and z-loss included."""
     tokens = write_tokens(tmp_path / "tokens")
     config = config_for(model, tokens, tmp_path, precision="fp32", global_batch_size=2, micro_batch_size=2)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
+    # Adam would raise a gradient that is zero but for rounding (a key bias) to the size of a step.
+    optim = dataclasses.replace(config.optim, eps=1e-3)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2), optim=optim)
     chosen = kernels_of(dataclasses.replace(config, kernels=TRITON), CPU).chosen
     assert {op for op, backend in chosen.items() if backend != "triton"} <= {"short_conv"}
     (wanted, exact), (found, ours) = (
