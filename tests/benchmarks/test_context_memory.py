@@ -10,10 +10,10 @@ from benchmarks.context_memory import measure
 from megalite.testing.world import World
 
 FULL = [
-    (8192, "cp2"), (8192, "cp4:all_gather"), (8192, "cp4:ulysses"),
+    (8192, "cp2"), (8192, "cp4"), (8192, "cp4:all_gather"), (8192, "cp4:ulysses"),
     *[(length, layout) for length in (16384, 32768) for layout in ("cp2", "cp4", "cp4:ulysses")],
 ]  # fmt: skip
-ROWS = [(8192, "cp4"), (8192, "cp4:ulysses_ring"), *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
+ROWS = [(8192, "cp4:ulysses_ring"), *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_any_number_of_rows_by_one_piece_of_code(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [21, 32, 40, 48])
+@pytest.mark.parametrize("width", [21, 48])
 def test_masks_are_those_of_torch(width: int, dtype: torch.dtype) -> None:
     """To the bit, past token 2^32 as well."""
     x = values(11, 3, width).to(dtype)
