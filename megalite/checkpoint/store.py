@@ -227,10 +227,11 @@ def load(folder: str | Path, tensors: Tensors, mpu: ParallelState, *, optional: 
     what = f"cannot load {folder}"
     while True:
         place = on_first(mpu, what, lambda: find_checkpoint(folder))
+        before = on_first(mpu, what, lambda place=place: _manifest_of(place))
         try:
             return _load(folder_at(place), what, tensors, mpu, optional)
         except CheckpointError:
-            if not on_first(mpu, what, lambda place=place: _has_moved_on(folder, place)):
+            if not on_first(mpu, what, lambda place=place, before=before: _has_moved_on(folder, place, before)):
                 raise
             logger.info("%s has a newer checkpoint, and that of before is gone: reading the new one", folder)
 
@@ -256,10 +257,16 @@ def _checked(place: Folder) -> Manifest:
     return manifest
 
 
-def _has_moved_on(folder: str | Path, place: Path | str) -> bool:
-    """Whether the latest checkpoint of a run is another one by now."""
+def _manifest_of(place: Path | str) -> Manifest | None:
     with contextlib.suppress(CheckpointError):
-        return find_checkpoint(folder) != place
+        return Manifest.read(folder_at(place))
+    return None
+
+
+def _has_moved_on(folder: str | Path, place: Path | str, before: Manifest | None) -> bool:
+    """Whether the latest checkpoint of a run is another one by now, or the same step saved again."""
+    with contextlib.suppress(CheckpointError):
+        return find_checkpoint(folder) != place or _manifest_of(place) != before
     return False
 
 
