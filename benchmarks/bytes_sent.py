@@ -56,7 +56,7 @@ class BytesSent(TorchDispatchMode):
         schema = func._schema
         name = schema.name.split("::")[1].strip("_")
         if name not in _KINDS:
-            raise NotImplementedError(f"{schema.name} is not counted")
+            raise ValueError(f"{schema.name} is not counted; say in _KINDS what it does")
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
         keys = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
         payload = next(given[key] for key in keys if key in given)

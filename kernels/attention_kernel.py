@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from .attention_rows import AttentionDropout
 from .masked_attention import add_sinks_, masked_backward, masked_forward, sinks_grad, weight
 
 
-class AttentionKernel:
+class AttentionKernel(ABC):
     """Attends from queries to some of the keys of their rows; attention of your own is a subclass with `forward`.
 
     Whatever calls it merges the results of all keys by their log-sum-exps, on one rank or on many, so that `forward` is
@@ -25,6 +26,7 @@ class AttentionKernel:
         """What the log calls it."""
         return type(self).__name__
 
+    @abstractmethod
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
     ) -> tuple[Tensor, Tensor]:
@@ -33,7 +35,6 @@ class AttentionKernel:
         Both in promote_types(q.dtype, float32); 0 and -inf for a query that sees none of these keys. Must be made of
         differentiable operations on q, k and v, unless the subclass has its own `backward`.
         """
-        raise NotImplementedError
 
     def backward(
         self,

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from megalite.data.build import Datasets, build_datasets
-from megalite.data.config import DataConfig
 from megalite.data.gpt_dataset import SampleSource
 from megalite.data.sampler import GlobalBatches
 from megalite.kernels.chosen import Kernels
-from megalite.kernels.config import KernelConfig
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
-from megalite.nn.config import ModelConfig
 from megalite.nn.router import Router
-from megalite.optim.config import OptimConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.scaler import LossScaler
 from megalite.parallel.data import DataParallel, Fresh, Unit
@@ -28,42 +23,9 @@ from megalite.pipeline.executor import Executor
 from megalite.pipeline.plan import Plan
 from megalite.pipeline.schedule import make_plan
 from megalite.train.config import TrainConfig
+from megalite.train.sections import Sections
 from megalite.train.stages import stage_layers
 from megalite.train.step import Training
-
-
-class Sections(Protocol):
-    """The sections a training is built from (megalite.config.Config has them all)."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The architecture."""
-        ...
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        """The layout."""
-        ...
-
-    @property
-    def data(self) -> DataConfig:
-        """The data."""
-        ...
-
-    @property
-    def optim(self) -> OptimConfig:
-        """The optimizer."""
-        ...
-
-    @property
-    def train(self) -> TrainConfig:
-        """The loop."""
-        ...
-
-    @property
-    def kernels(self) -> KernelConfig:
-        """The backends."""
-        ...
 
 
 def plan_of(parallel: ParallelConfig, num_microbatches: int) -> Plan:

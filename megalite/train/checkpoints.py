@@ -16,13 +16,13 @@ from megalite.parallel.shard import Shard, buffer_tensors
 from megalite.train.resume import (
     Origin,
     ResumeError,
-    ResumeSections,
     checkpoints_of,
     find_origin,
     identity,
     refuse_differences,
     same_run,
 )
+from megalite.train.sections import ResumeSections
 from megalite.train.step import Training
 
 logger = logging.getLogger("megalite")

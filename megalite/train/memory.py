@@ -26,7 +26,8 @@ from megalite.parallel.buckets import Bucket, Fresh, Segment, Unit, make_buckets
 from megalite.pipeline.lower import lower, peer_of
 from megalite.pipeline.p2p import WINDOW
 from megalite.pipeline.plan import Action, Kind, Plan
-from megalite.train.build import Sections, build_stages, plan_of
+from megalite.train.build import build_stages, plan_of
+from megalite.train.sections import Sections
 from megalite.train.stages import stage_layers
 
 STATE: tuple[str, ...] = ("parameters", "gradients", "master", "optimizer")

@@ -9,17 +9,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megalite.checkpoint import store
 from megalite.checkpoint.agree import on_first
-from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.manifest import Manifest
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
-from megalite.nn.config import ModelConfig
 from megalite.optim.config import OptimConfig
-from megalite.train.config import TrainConfig
+from megalite.train.sections import ResumeSections
 
 logger = logging.getLogger("megalite")
 
@@ -35,35 +33,6 @@ _NEVER = ("train.seed", "train.global_batch_size", "data.seq_len")
 
 class ResumeError(ValueError):
     """A checkpoint is from a run that this configuration cannot continue."""
-
-
-class ResumeSections(Protocol):
-    """The sections that decide what a run trains, and what it goes on from."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The architecture."""
-        ...
-
-    @property
-    def data(self) -> DataConfig:
-        """The data."""
-        ...
-
-    @property
-    def optim(self) -> OptimConfig:
-        """The optimizer."""
-        ...
-
-    @property
-    def train(self) -> TrainConfig:
-        """The loop."""
-        ...
-
-    @property
-    def checkpoint(self) -> CheckpointConfig:
-        """When to save and what to keep."""
-        ...
 
 
 @dataclass(frozen=True)

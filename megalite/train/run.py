@@ -8,13 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
 from megalite.kernels.chosen import fallback_note
@@ -26,7 +25,7 @@ from megalite.optim.optimizer import NonFiniteGradient
 from megalite.parallel.context import row_multiple
 from megalite.parallel.shard import shard_of
 from megalite.pipeline.measured import TRACE
-from megalite.train.build import Sections, build_training, kernels_of
+from megalite.train.build import build_training, kernels_of
 from megalite.train.callbacks import Callback, default_callbacks
 from megalite.train.checkpoints import ResumeError, RunCheckpoints
 from megalite.train.distributed import Launch, start
@@ -35,6 +34,7 @@ from megalite.train.resume import find_origin
 from megalite.train.router_record import RouterRecorder
 from megalite.train.router_view import RouterView
 from megalite.train.run_folder import RunFolder, RunFolderError
+from megalite.train.sections import RunSections, Sections
 from megalite.train.step import Training
 from megalite.train.trainer import NonFiniteError, Outcome, RunError, Trainer
 
@@ -44,15 +44,6 @@ _MENDABLE = (
     RunError, RunFolderError, ResumeError, CheckpointError, FormatError, NonFiniteGradient, NonFiniteError,
 )  # fmt: skip
 """Errors during a run that the user can do something about."""
-
-
-class RunSections(Sections, Protocol):
-    """The sections of a whole run."""
-
-    @property
-    def checkpoint(self) -> CheckpointConfig:
-        """When to save and what to keep."""
-        ...
 
 
 def world_size() -> int:

@@ -20,8 +20,8 @@ from megalite.train.checkpoints import RunCheckpoints
 from megalite.train.failure import StopRequest
 from megalite.train.flops import workload_of
 from megalite.train.metrics import Meter, RouterStats, Speed, StepMetrics, peak_memory_mb
-from megalite.train.resume import ResumeSections
 from megalite.train.run_folder import RunFolder
+from megalite.train.sections import ResumeSections
 from megalite.train.step import StepResult, Training, evaluate, train_step
 
 logger = logging.getLogger("megalite")

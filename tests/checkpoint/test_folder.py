@@ -127,7 +127,7 @@ class OneRoom(LocalFileSystem):
         return super()._strip_protocol(str(path).removeprefix("oneroom://"))
 
     def mv(self, *args: Any, **options: Any) -> None:
-        raise NotImplementedError
+        raise AssertionError("an object store renames nothing")
 
     rename = move = mv_file = mv
 
