@@ -99,14 +99,17 @@ def _softmax_rows(
     key = tl.arange(0, BLOCK)[None, :]
     query = row % queries
     inside = (row < count) & (key < keys)
-    seen = inside
+    seen, near = inside, inside
     if CAUSAL:
-        seen = seen & (key <= query + keys - queries)
+        last = query + keys - queries
+        seen = seen & (key <= last)
+        # Loads stop at a multiple of 8, or they would not be 128 bits wide.
+        near = near & ((key // 8) * 8 <= last)
     if mask is not None:
         head, batch = (row // queries) % heads, row // queries // heads
         place = batch * mask_batch_stride + head * mask_head_stride + query * mask_query_stride + key * mask_key_stride
-        seen = seen & (tl.load(mask + place, mask=seen, other=0) != 0)
-    x = tl.load(scores + row * stride + key, mask=seen, other=float("-inf")).to(ACC) * SCALE
+        seen = seen & (tl.load(mask + place, mask=near, other=0) != 0)
+    x = tl.load(scores + row * stride + key, mask=near, other=float("-inf")).to(ACC) * SCALE
     x = tl.where(seen, x, float("-inf"))
     top = tl.max(x, 1, keep_dims=True)
     # A row that sees nothing has no finite maximum to subtract, and no sum to divide by.

@@ -326,15 +326,20 @@ def latest(run_dir: str | Path) -> Path | str | None:
     root = checkpoints_folder(run_dir)
     if root.size(LATEST) is None:
         return None
-    name = root.read_text(LATEST).strip()
-    if not _STEP.fullmatch(name):
-        raise CheckpointError(f"{root}/{LATEST} holds {name!r}, not the name of a checkpoint such as {step_name(10)}")
-    # A save of the same step moves the old folder aside for a moment; a crash just then leaves it there.
-    for place in (name, root.set_aside(name)):
-        if root.size(f"{place}/{MANIFEST}") is not None:
-            return root.child(place).address
-    others = ", ".join(_complete(root)) or "none"
-    raise CheckpointError(f"{root}/{LATEST} names {name}, which is not there; complete checkpoints: {others}")
+    missed = ""
+    while True:
+        name = root.read_text(LATEST).strip()
+        if not _STEP.fullmatch(name):
+            raise CheckpointError(f"{root}/{LATEST} holds {name!r}, not the name of a checkpoint such as {step_name(10)}")
+        # A save of the same step moves the old folder aside for a moment; a crash just then leaves it there.
+        for place in (name, root.set_aside(name)):
+            if root.size(f"{place}/{MANIFEST}") is not None:
+                return root.child(place).address
+        if name == missed:
+            others = ", ".join(_complete(root)) or "none"
+            raise CheckpointError(f"{root}/{LATEST} names {name}, which is not there; complete checkpoints: {others}")
+        # A run that saves meanwhile may have moved `latest` on, or the folder back, since we looked: look again.
+        missed = name
 
 
 def complete(run_dir: str | Path) -> list[str]:

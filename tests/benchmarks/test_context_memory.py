@@ -6,13 +6,14 @@ import functools
 
 import pytest
 
-from benchmarks.context_memory import measure
+from benchmarks.context_memory import MODEL, measure
 from megalite.testing.world import World
 
 FULL = [
     (8192, "cp2"), (8192, "cp4"), (8192, "cp4:all_gather"), (8192, "cp4:ulysses"),
-    *[(length, layout) for length in (16384, 32768) for layout in ("cp2", "cp4", "cp4:ulysses")],
+    *[(length, layout) for length in (16384, 32768) for layout in ("cp2", "cp4", "cp4:all_gather", "cp4:ulysses")],
 ]  # fmt: skip
+KV_BYTES = 2 * MODEL.kv_heads * MODEL.head_size * 4
 ROWS = [(8192, "cp4:ulysses_ring"), *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
 
@@ -32,4 +33,7 @@ def test_memory_falls_with_the_ranks(
     # Ulysses keeps a copy of KV heads that are fewer than the ranks
     assert kept_here < 1.12 * kept / cp
     # the largest block of scores with its temporaries does not depend on the length of rows
-    assert peak_here < peak / cp + (8 << 20)
+    allowed = 1.1 * peak / cp + (8 << 20)
+    if layout.endswith("all_gather"):
+        allowed += 3 * seq_len * KV_BYTES  # those of all ranks, their gradients, and one of them on its way
+    assert peak_here < allowed
