@@ -25,7 +25,7 @@ _KINDS = {
 
 
 class BytesSent(TorchDispatchMode):
-    """Counts payload bytes while it is entered, by the bandwidth-optimal formulas of `megalite.mpu.AxisStats`.
+    """Counts payload bytes while it is entered, by the bandwidth-optimal formulas of `megalite.axis.AxisStats`.
 
     For collectives over all `ranks`. Only calls of this thread are seen; on the CPU backward runs in it.
     """

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.axis import Axis
 from megalite.checkpoint import store
 from megalite.config import Config
 from megalite.config.check import check
-from megalite.mpu import Axis, ParallelConfig, ParallelState
+from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.buckets import Bucket
 from megalite.parallel.shard import Shard
 from megalite.testing.world import World

@@ -330,7 +330,9 @@ def latest(run_dir: str | Path) -> Path | str | None:
     while True:
         name = root.read_text(LATEST).strip()
         if not _STEP.fullmatch(name):
-            raise CheckpointError(f"{root}/{LATEST} holds {name!r}, not the name of a checkpoint such as {step_name(10)}")
+            raise CheckpointError(
+                f"{root}/{LATEST} holds {name!r}, not the name of a checkpoint such as {step_name(10)}"
+            )
         # A save of the same step moves the old folder aside for a moment; a crash just then leaves it there.
         for place in (name, root.set_aside(name)):
             if root.size(f"{place}/{MANIFEST}") is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megalite.axis import Axis
 from megalite.kernels.attention import CausalBackend, attention, packed_attention
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_rows import AttentionDropout, Rope
@@ -15,7 +16,7 @@ from megalite.kernels.dropout import dropout_key
 from megalite.kernels.norm import rms_norm_saved
 from megalite.kernels.registry import Traits, problems
 from megalite.kernels.saved import Saved, beside, chain, size_of
-from megalite.mpu import Axis, ParallelState
+from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.axis import Axis
 from megalite.batch import MicroBatch
 from megalite.kernels.attention_mask import AttentionMask, first_seen
-from megalite.mpu import Axis
 from megalite.parallel.context import RowCut, cut_rows
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalite.axis import Axis, LastCall, Stash
 from megalite.kernels.saved import Saved, chain, region_saved
-from megalite.mpu import Axis, LastCall, Stash
 
 T = TypeVar("T")
 

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.axis import Axis
 from megalite.kernels.dropout import dropout_key, uniform
 from megalite.kernels.saved import Saved, size_of, wide
-from megalite.mpu import Axis, ParallelState
+from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.saved import BatchShape

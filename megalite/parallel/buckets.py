@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megalite.mpu import Axis, ParallelState, Pending
+from megalite.axis import Axis, Pending
+from megalite.mpu import ParallelState
 from megalite.parallel.shard import (
     Group,
     Shard,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.mpu import Axis
+from megalite.axis import Axis
 
 
 class _Copy(torch.autograd.Function):

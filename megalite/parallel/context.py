@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.axis import Axis
 from megalite.batch import MicroBatch
-from megalite.mpu import Axis
 from megalite.parallel.context_balance import TOLERANCE, TOLERANCE_OF_ONE, deal_row, zigzag
 from megalite.parallel.context_plan import Sight
 

@@ -18,11 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megalite.axis import Axis
 from megalite.kernels.attention import AttentionDropout
 from megalite.kernels.attention_kernel import AttentionKernel
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.kernels.masked_attention import add_sinks_, merge, sinks_grad
-from megalite.mpu import Axis, ParallelState
+from megalite.mpu import ParallelState
 from megalite.parallel.context import RowCut
 from megalite.parallel.context_plan import Block, Sight, gather_plan, ring_plan
 from megalite.parallel.context_routes import Gather, Ring

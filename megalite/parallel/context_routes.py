@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalite.mpu import Axis, PendingExchange
+from megalite.axis import Axis, PendingExchange
 from megalite.parallel.context_plan import Block, GatherPlan, RingPlan
 
 Travel = Iterator[tuple[Block, Tensor, Tensor]]

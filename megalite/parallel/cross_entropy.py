@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.axis import Axis
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.cross_entropy import CrossEntropyConfig, ce_grad_, ce_loss, ce_stats, merge_ce_stats
-from megalite.mpu import Axis
 from megalite.parallel.shard import even_cut
 from megalite.parallel.wgrad import WeightGradQueue
 

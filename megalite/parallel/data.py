@@ -15,7 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from megalite.mpu import Axis, ParallelState
+from megalite.axis import Axis
+from megalite.mpu import ParallelState
 from megalite.parallel.buckets import ALIGNMENT, Bucket, Fresh, Segment, Span, Unit, main_grad, make_buckets
 from megalite.parallel.shard import Shard, shard_of
 from megalite.parallel.wgrad import WeightGradQueue

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.mpu import Axis, ParallelState, Pending, make_axis
+from megalite.axis import Axis, Pending
+from megalite.mpu import ParallelState, make_axis
 from megalite.parallel.collectives import part_sizes
 
 

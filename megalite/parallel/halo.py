@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.mpu import Axis
+from megalite.axis import Axis
 from megalite.parallel.context import RowCut
 
 

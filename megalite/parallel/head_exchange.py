@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megalite.mpu import Axis
+from megalite.axis import Axis
 
 
 def to_heads(x: Tensor, axis: Axis, order: Tensor) -> Tensor:

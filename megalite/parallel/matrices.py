@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalite.mpu import Axis
+from megalite.axis import Axis
 from megalite.parallel.buckets import Bucket, Span
 from megalite.parallel.shard import Segments, Shard, shard_of
 

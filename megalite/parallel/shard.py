@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from megalite.mpu import Axis, ParallelState
+from megalite.axis import Axis
+from megalite.mpu import ParallelState
 
 _T = TypeVar("_T", bound=Tensor)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.mpu import Axis
+from megalite.axis import Axis
 from megalite.parallel.collectives import gather_from, leave_parallel, reduce_from, reduce_scatter_sequence, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.random import normal_

@@ -13,8 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megalite.axis import Axis
 from megalite.batch import MicroBatch
-from megalite.mpu import Axis, ParallelState
+from megalite.mpu import ParallelState
 from megalite.pipeline.lower import lower, peer_of
 from megalite.pipeline.p2p import Mailbox
 from megalite.pipeline.plan import Action, Kind, Plan, PlanError

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megalite.mpu import Axis, Pending
+from megalite.axis import Axis, Pending
 from megalite.pipeline.plan import Action
 
 WINDOW = 2

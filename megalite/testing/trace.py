@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.mpu import Axis
+from megalite.axis import Axis
 
 _UNPAIRED = ("send", "receive")
 

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from megalite.mpu import Axis, LastCall, ParallelState
+from megalite.axis import Axis, LastCall
+from megalite.mpu import ParallelState
 
 GRACE_SECONDS = 3.0
 """How long a rank that lost a connection waits to learn which rank caused it."""

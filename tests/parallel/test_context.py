@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.axis import Axis
 from megalite.batch import MicroBatch
-from megalite.mpu import Axis, ParallelConfig, ParallelState
+from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.context import cut_rows, pad_rows, row_multiple, row_places
 from megalite.parallel.context_balance import deal_row, imbalance, zigzag
 from megalite.parallel.context_plan import Needs, Sight, gather_plan, ring_plan

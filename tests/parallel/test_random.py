@@ -7,7 +7,8 @@ import math
 import torch
 from torch import nn
 
-from megalite.mpu import Axis, ParallelState
+from megalite.axis import Axis
+from megalite.mpu import ParallelState
 from megalite.parallel.random import hashed_normal, initialize, normal_
 from megalite.parallel.shard import Cut, Shard, even_cut, materialize
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear

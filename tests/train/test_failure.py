@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.mpu import LastCall, ParallelState
+from megalite.axis import LastCall
+from megalite.mpu import ParallelState
 from megalite.train.distributed import start
 from megalite.train.failure import Board, StopRequest, Watchdog, lost_peer, summarize_calls
 
