@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .saved import Saved, size_of, wide
@@ -18,6 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim: x [..., h], weight and bias [h]."""
+    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
@@ -63,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Saves its input and two numbers a row.
+    """For what is narrower than its statistics. Saves its input and two numbers a row.
 
     Its own backward, because torch's CPU one sums bfloat16 weight gradients in bfloat16: several per cent off.
     """

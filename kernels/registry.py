@@ -231,6 +231,10 @@ def _compile_wins(traits: Traits) -> bool:
     return known and traits.width >= _COMPILE_FROM
 
 
+def _is_bf16(traits: Traits) -> bool:
+    return traits.dtype == torch.bfloat16
+
+
 def _compiled(name: str, wins: Callable[[Traits], bool] = _always) -> Backend:
     return Backend(
         path=f"compiled:{name}",
@@ -337,7 +341,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
     "layer_norm": {
         "triton": _triton("norm:layer_norm"),
         "apex": _apex("layer_norm", "fused_layer_norm_cuda"),
-        "compiled": _compiled("layer_norm"),
+        "compiled": _compiled("layer_norm", _is_bf16),
         "torch": _torch("norm:layer_norm"),
     },
     "rope": {
@@ -376,7 +380,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "torch": _torch("cross_entropy:ce_grad_"),
     },
     "short_conv": {
-        "compiled": _compiled("gated_short_conv", lambda traits: traits.dtype == torch.bfloat16),
+        "compiled": _compiled("gated_short_conv", _is_bf16),
         "torch": _torch("short_conv:gated_short_conv"),
     },
     "wgrad": {
