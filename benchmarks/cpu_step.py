@@ -1,12 +1,12 @@
 """Step time of a Llama of 32 M parameters on the CPU, against its GEMM floor and Hugging Face in plain PyTorch.
 
 Each case lives in processes of its own (peak memory is theirs alone) and they take turns, a step at a time, so that
-a busy machine is busy for all of them; the best step of each counts, so that the first may warm up. The peer is
-transformers' LlamaForCausalLM with torch.optim.AdamW, in the precision itself (so bf16 without float32 master weights),
-with no clipping. megalite runs its whole `train_step`, gradient norm and clipping included, with the settings that its
-runs make for their process by default: malloc keeps freed memory, and float32 products may use oneDNN. The peer has
-torch's and malloc's own. Cases with several ranks share the same cores and run `--num-microbatches` micro-batches a
-step; their floor is that many floors of one process on all the threads.
+a busy machine is busy for all of them; the best step of each counts, so that the first may warm up. The peers are
+transformers' LlamaForCausalLM, as it is and under torch.compile, with torch.optim.AdamW, in the precision itself (so
+bf16 without float32 master weights), with no clipping, and torch's and malloc's own settings. megalite runs its whole
+`train_step`, gradient norm and clipping included, with the settings that its runs make for their process by default:
+malloc keeps freed memory, and float32 products may use oneDNN. Cases with several ranks share the same cores and run
+`--num-microbatches` micro-batches a step; their floor is that many floors of one process on all the threads.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from megalite.nn.config import ModelConfig
 from megalite.train.step import train_step
 
 SEQ_LEN, MICRO_BATCH = 512, 4
+PLAIN, COMPILED = "huggingface", "hf compiled"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -44,7 +45,7 @@ class Case:
     """One line of the table."""
 
     name: str
-    """megalite, huggingface or floor."""
+    """megalite, huggingface, hf compiled or floor."""
     precision: str
     """A train.precision."""
     threads: int
@@ -67,7 +68,8 @@ class Step:
 
     def __init__(self, case: Case):
         self._ranks = case.ranks
-        self._seconds = {"floor": _floor, "megalite": _megalite, "huggingface": _huggingface}[case.name](case)
+        made = {"floor": _floor, "megalite": _megalite, PLAIN: _huggingface, COMPILED: _huggingface}[case.name]
+        self._seconds = made(case)
 
     def step(self) -> float:
         """Seconds of a step."""
@@ -106,6 +108,8 @@ def _megalite(case: Case) -> Callable[[], float]:
 def _huggingface(case: Case) -> Callable[[], float]:
     """The plain PyTorch loop of the same model."""
     model = huggingface_llama(case.model, SEQ_LEN).to(DTYPES[case.precision])
+    if case.name == COMPILED:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     tokens = torch.randint(0, case.model.vocab_size, (MICRO_BATCH, SEQ_LEN))
 
@@ -143,7 +147,7 @@ def race(cases: Sequence[Case], rounds: int, console: Console) -> list[dict[str,
 
 def _rows(cases: Sequence[Case], best: Sequence[float], peaks: Sequence[float]) -> list[dict[str, object]]:
     floor, *seconds = [taken / case.num_microbatches for case, taken in zip(cases, best, strict=True)]
-    (peer,) = (taken for case, taken in zip(cases[1:], seconds, strict=True) if case.name == "huggingface")
+    peers = {case.name: taken for case, taken in zip(cases[1:], seconds, strict=True) if case.name != "megalite"}
     return [
         {
             "name": case.name,
@@ -152,7 +156,8 @@ def _rows(cases: Sequence[Case], best: Sequence[float], peaks: Sequence[float]) 
             "layout": case.layout,
             "threads": case.threads,
             "step_over_floor": taken / floor,
-            "ratio_to_hf": peer / taken,
+            "ratio_to_hf": peers[PLAIN] / taken,
+            "ratio_to_hf_compiled": peers[COMPILED] / taken,
             "peak_mb": peak,
             "tokens_per_second": SEQ_LEN * MICRO_BATCH / taken,
             "floor_seconds": floor,
@@ -164,7 +169,7 @@ def _rows(cases: Sequence[Case], best: Sequence[float], peaks: Sequence[float]) 
 def _cases(arguments: argparse.Namespace, precision: str) -> list[Case]:
     model = arguments.model
     common = {"precision": precision, "model": model}
-    cases = [Case(name=name, threads=arguments.threads, **common) for name in ("floor", "huggingface", "megalite")]
+    cases = [Case(name=name, threads=arguments.threads, **common) for name in ("floor", PLAIN, COMPILED, "megalite")]
     for layout in arguments.layouts:
         threads = max(1, arguments.threads // parse_layout(layout).num_ranks)
         cases.append(
@@ -176,11 +181,11 @@ def _cases(arguments: argparse.Namespace, precision: str) -> list[Case]:
 def _table(rows: Sequence[dict[str, object]]) -> Table:
     columns = {
         "name": "", "dtype": "", "layout": "", "ranks": "d", "threads": "d", "step_over_floor": ".2f",
-        "ratio_to_hf": ".2f", "tokens_per_second": ",.0f", "peak_mb": ",.0f",
+        "ratio_to_hf": ".2f", "ratio_to_hf_compiled": ".2f", "tokens_per_second": ",.0f", "peak_mb": ",.0f",
     }  # fmt: skip
     heads = {
-        "step_over_floor": "step / floor", "ratio_to_hf": "tokens/s over HF", "tokens_per_second": "tokens/s",
-        "peak_mb": "peak MB",
+        "step_over_floor": "step / floor", "ratio_to_hf": "over HF", "ratio_to_hf_compiled": "over compiled",
+        "tokens_per_second": "tokens/s", "peak_mb": "peak MB",
     }  # fmt: skip
     return make_table(f"One training step, {SEQ_LEN * MICRO_BATCH} tokens a micro-batch", rows, columns, heads)
 
@@ -191,7 +196,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--layouts", nargs="*", default=("dp2", "tp2", "pp2"), help="of more than one rank")
     parser.add_argument("--num-microbatches", type=int, default=8, help="a step of several ranks (default 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each case (default 3)")
+    parser.add_argument("--rounds", type=int, default=4, help="steps of each case (default 4)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each case, all ranks")
     parser.add_argument(
         "--num-layers", type=int, default=LLAMA_32M.num_layers, help="for a quick look at a small model"
