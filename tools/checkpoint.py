@@ -310,7 +310,8 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
             ranks, layout = _ranks_of(arguments.layout, source.manifest)
             cuts = cut_by_rank(tensors, ranks, _largest(arguments))
         else:
-            cuts, layout = _even(tensors, arguments.files or 1, arguments), {"files": arguments.files or 1}
+            num_files = arguments.files if arguments.files is not None else 1
+            cuts, layout = _even(tensors, num_files, arguments), {"files": num_files}
         return _write(arguments.run_dir, source.manifest.step, tensors, cuts, state, layout, console)
 
 
@@ -361,7 +362,11 @@ def _import_megatron(arguments: argparse.Namespace, console: Console) -> int:
     dtype = DTYPES[arguments.dtype] if arguments.dtype is not None else None
     found = import_megatron(arguments.source, vocab_size=arguments.vocab_size, dtype=dtype)
     precision = arguments.dtype or found.settings.precision
-    content = {"model": found.settings.model, "train": {"precision": precision}}
+    content = {
+        "model": found.settings.model,
+        "data": {"seq_len": found.settings.seq_len},
+        "train": {"precision": precision},
+    }
     config = from_dict(content)
     check(config, 1)  # what the model cannot be is said before anything is written
     for note in found.settings.notes:

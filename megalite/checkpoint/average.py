@@ -81,4 +81,4 @@ def _mean(
             if share:  # an infinity that does not count must not become a nan
                 mean.add_(source.read(key).to(torch.float64), alpha=share)
         memo.name, memo.mean = key, mean
-    return memo.mean.to(dtype)
+    return memo.mean.to(torch.promote_types(dtype, torch.float32)).to(dtype)  # a parameter is its rounded master

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,8 @@ def resharded(
     for key in source.select(weights_only=weights_only):
         kind, here = kind_of(key), dtype_of(source.tensors[key])
         if dtype is None or not here.is_floating_point:
-            found.append(_copy(source, key, key, here))
+            make = partial(source.read, key)
+            found.append(NewTensor(key=key, shape=source.tensors[key].shape, dtype=here, make=make))
         elif kind == "parameter":
             found += _parameters(source, key, dtype)
         elif kind == "master":
@@ -55,12 +55,12 @@ def _parameters(source: StoredCheckpoint, key: str, dtype: torch.dtype) -> list[
 
 
 def _copy(source: StoredCheckpoint, old: str, new: str, dtype: torch.dtype) -> NewTensor:
-    make: Callable[[], Tensor] = partial(_read, source, old, dtype)
+    make = partial(_read, source, old, dtype)
     return NewTensor(key=new, shape=source.tensors[old].shape, dtype=dtype, make=make)
 
 
 def _read(source: StoredCheckpoint, key: str, dtype: torch.dtype) -> Tensor:
-    return source.read(key).to(dtype)
+    return source.read(key).to(_wide(dtype)).to(dtype)  # a parameter is its rounded master
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

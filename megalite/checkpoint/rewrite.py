@@ -70,19 +70,33 @@ def split(box: Box, itemsize: int, largest: int) -> Iterator[Box]:
 
 
 def cut_evenly(tensors: Sequence[NewTensor], num_files: int, largest: int = LARGEST) -> Cuts:
-    """Cuts `tensors`, in their order, into `num_files` files of nearly the same size."""
+    """Cuts `tensors`, in their order, into `num_files` files of one size, to a row."""
     total = sum(tensor.nbytes for tensor in tensors)
-    limit = min(largest, max(1, -(-total // num_files)))
     cuts: dict[str, list[Rectangle]] = {}
-    begin = 0
+    file = begin = 0
     for tensor in tensors:
+        dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
+        count = tensor.shape[dim] if dim is not None else 1
+        row, at = tensor.nbytes // count, 0
         rectangles = cuts[tensor.key] = []
-        for offset, sizes in split(((0,) * len(tensor.shape), tensor.shape), tensor.dtype.itemsize, limit):
-            size = math.prod(sizes) * tensor.dtype.itemsize
-            middle = (2 * begin + size) * num_files // (2 * total) if total else 0
-            rectangles.append(Rectangle(min(middle, num_files - 1), offset, sizes))
-            begin += size
+        while at < count:
+            room = total * (file + 1) // num_files - begin
+            rows = min(count - at, (room + row // 2) // row) if row and file < num_files - 1 else count - at
+            if rows <= 0:
+                file += 1
+                continue
+            box = _rows(tensor.shape, dim, at, rows)
+            rectangles += [Rectangle(file, *part) for part in split(box, tensor.dtype.itemsize, largest)]
+            begin, at = begin + rows * row, at + rows
     return cuts
+
+
+def _rows(shape: tuple[int, ...], dim: int | None, at: int, rows: int) -> Box:
+    """Of a tensor, `rows` rows along `dim` (None: all of it)."""
+    if dim is None:
+        return (0,) * len(shape), shape
+    offset = tuple(at if i == dim else 0 for i in range(len(shape)))
+    return offset, (*shape[:dim], rows, *shape[dim + 1 :])
 
 
 def cut_by_rank(

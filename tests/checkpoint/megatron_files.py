@@ -31,7 +31,7 @@ LLAMA = Namespace(
     num_layers=4, hidden_size=16, num_attention_heads=8, num_query_groups=4, group_query_attention=True, kv_channels=6,
     ffn_hidden_size=12, normalization="RMSNorm", position_embedding_type="rope", rotary_base=500, rotary_percent=1.0,
     swiglu=True, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, norm_epsilon=1e-5, vocab_size=VOCAB,
-    padded_vocab_size=PADDED_VOCAB, untie_embeddings_and_output_weights=True, max_position_embeddings=32,
+    padded_vocab_size=PADDED_VOCAB, untie_embeddings_and_output_weights=True, max_position_embeddings=32, seq_length=16,
     hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.02, params_dtype=torch.float64, bf16=False, fp16=False,
     num_experts=None, window_size=None, iteration=30,
 )  # fmt: skip

@@ -116,7 +116,7 @@ def test_what_torch_itself_writes(tmp_path: Path) -> None:
             stacks[f"decoder.layers.{rest}"] = same
     for file in place.iterdir():
         file.unlink()
-    dcp.save(stacks, checkpoint_id=place, no_dist=True)
+    dcp.save(stacks, checkpoint_id=place, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
     (place / "common.pt").write_bytes(common)
     _check("llama", place, tmp_path)
 
@@ -194,7 +194,7 @@ class Payload:
 @pytest.mark.parametrize("where", ["rank", "common", "metadata", "chunk"])
 def test_a_planted_pickle_never_runs(where: str, tmp_path: Path) -> None:
     marker = tmp_path / "was_run"
-    payload = {"note": Payload(marker)}
+    payload: Any = {"note": Payload(marker)}
     weights = make_weights(LLAMA)
     if where == "rank":
         write_legacy(tmp_path / "there", weights, LLAMA, Layout(), **payload)

@@ -49,6 +49,8 @@ class ModelSettings:
     """Its fields."""
     precision: str
     """train.precision of the run."""
+    seq_len: int
+    """Tokens of a row, as data.seq_len."""
     notes: tuple[str, ...]
     """What is not quite the same."""
 
@@ -74,7 +76,8 @@ def model_settings(args: Mapping[str, Any], *, padded_vocab: int, vocab_size: in
     if name == "gpt2" and not args.get("bias_gelu_fusion", True) and not args.get("openai_gelu"):
         notes.append("its GELU is the exact one, megalite's the tanh form: activations differ by up to 5e-4")
     precision = next((value for key, value in _PRECISIONS.items() if args.get(key)), "fp32")
-    return ModelSettings(model=model, precision=precision, notes=tuple(notes))
+    seq_len = args.get("seq_length") or args.get("max_position_embeddings") or 1024
+    return ModelSettings(model=model, precision=precision, seq_len=seq_len, notes=tuple(notes))
 
 
 def _architecture(args: Mapping[str, Any], problems: list[str]) -> str:
