@@ -27,7 +27,7 @@ def averaged(sources: Sequence[StoredCheckpoint], weights: Sequence[float] | Non
 
     Masters are averaged where all have them, and parameters are rounded from their mean. Integer buffers are those of
     the last; optimizer state is left out. Raises CheckpointError when the checkpoints are not of one model, ValueError
-    for weights that have no mean. Memory: a tensor as it is stored, twice, and twice in float64.
+    for weights that have no mean. Memory: a tensor in float64, and twice as it is stored.
     """
     weights = list(weights) if weights is not None else [1.0] * len(sources)
     if len(weights) != len(sources):
@@ -79,6 +79,6 @@ def _mean(
         mean = torch.zeros(sources[-1].tensors[key].shape, dtype=torch.float64)
         for source, share in zip(sources, shares, strict=True):
             if share:  # an infinity that does not count must not become a nan
-                mean.add_(source.read(key).to(torch.float64), alpha=share)
+                mean.add_(source.read(key), alpha=share)
         memo.name, memo.mean = key, mean
     return memo.mean.to(torch.promote_types(dtype, torch.float32)).to(dtype)  # a parameter is its rounded master
