@@ -14,6 +14,10 @@ from megalite.checkpoint.rewrite import NewTensor
 from megalite.checkpoint.stored import StoredCheckpoint, dtype_of, kind_of, name_of
 
 
+_BLOCK = 1 << 20
+"""Elements that are added at a time."""
+
+
 @dataclass
 class _Last:
     """The mean that was made last: a parameter is rounded from that of its masters."""
@@ -27,7 +31,7 @@ def averaged(sources: Sequence[StoredCheckpoint], weights: Sequence[float] | Non
 
     Masters are averaged where all have them, and parameters are rounded from their mean. Integer buffers are those of
     the last; optimizer state is left out. Raises CheckpointError when the checkpoints are not of one model, ValueError
-    for weights that have no mean. Memory: a tensor in float64, and twice as it is stored.
+    for weights that have no mean. Memory: a tensor in float64, and as it is stored.
     """
     weights = list(weights) if weights is not None else [1.0] * len(sources)
     if len(weights) != len(sources):
@@ -60,6 +64,12 @@ def _is_missing(key: str, last: StoredCheckpoint, has_masters: bool) -> bool:
     return key not in last.tensors and (kind_of(key) != "master" or has_masters)
 
 
+def _add(total: Tensor, tensor: Tensor, share: float) -> None:
+    """total += share * tensor, without a copy of the tensor in float64."""
+    for into, part in zip(total.flatten().split(_BLOCK), tensor.flatten().split(_BLOCK), strict=True):
+        into.add_(part, alpha=share)
+
+
 def _check_one_model(sources: Sequence[StoredCheckpoint], key: str) -> None:
     shape = sources[-1].tensors[key].shape
     for source in sources:
@@ -79,6 +89,6 @@ def _mean(
         mean = torch.zeros(sources[-1].tensors[key].shape, dtype=torch.float64)
         for source, share in zip(sources, shares, strict=True):
             if share:  # an infinity that does not count must not become a nan
-                mean.add_(source.read(key), alpha=share)
+                _add(mean, source.read(key), share)
         memo.name, memo.mean = key, mean
     return memo.mean.to(torch.promote_types(dtype, torch.float32)).to(dtype)  # a parameter is its rounded master

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import Entry
 from megalite.checkpoint.stored import StoredCheckpoint, dtype_of
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 """Elements that are compared at a time."""
 
 
@@ -65,7 +65,7 @@ def compare(
 ) -> Comparison:
     """Compares all tensors whose key is like `pattern`, one by one, and the state.
 
-    tolerance: relative differences up to it are none. `progress` is told the bytes of a's tensors. Memory: two tensors, and 64 MiB.
+    tolerance: relative differences up to it are none. `progress` is told the bytes of a's tensors. Memory: two tensors, and a small buffer.
     """
     in_a, in_b = a.select(pattern=pattern), b.select(pattern=pattern)
     common = [key for key in in_a if key in b.tensors]
