@@ -13,7 +13,6 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.rewrite import NewTensor
 from megalite.checkpoint.stored import StoredCheckpoint, dtype_of, kind_of, name_of
 
-
 _BLOCK = 1 << 20
 """Elements that are added at a time."""
 

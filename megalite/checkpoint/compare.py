@@ -65,7 +65,8 @@ def compare(
 ) -> Comparison:
     """Compares all tensors whose key is like `pattern`, one by one, and the state.
 
-    tolerance: relative differences up to it are none. `progress` is told the bytes of a's tensors. Memory: two tensors, and a small buffer.
+    tolerance: relative differences up to it are none. `progress` is told the bytes of a's tensors. Memory: two tensors,
+    and a small buffer.
     """
     in_a, in_b = a.select(pattern=pattern), b.select(pattern=pattern)
     common = [key for key in in_a if key in b.tensors]

@@ -19,7 +19,8 @@ def test_views_of_a_common_buffer(tmp_path: Path) -> None:
     matrix = torch.arange(24, dtype=torch.float64).view(4, 6)
     saved = {
         "first": buffer[:6].view(2, 3), "later": buffer[7:31].view(4, 6), "last": buffer[59:], "parameter":
-        torch.nn.Parameter(matrix[1:]), "turned": matrix.t(), "columns": matrix[:, 2:4], "repeated": matrix[:1].expand(3, 6),
+        torch.nn.Parameter(matrix[1:]), "turned": matrix.t(), "columns": matrix[:, 2:4],
+        "repeated": matrix[:1].expand(3, 6),
         "scalar": matrix[3, 5], "none": matrix[:0], "flags": torch.tensor([True, False]), "half": buffer.half()[1::2],
     }  # fmt: skip
     torch.save(saved, tmp_path / "views.pt")
