@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.folder import Folder
 from megalite.checkpoint.manifest import Held, Manifest, Overlap, Piece
-from megalite.checkpoint.tensors import TensorFile
+from megalite.checkpoint.tensors import TensorFile, names_beyond_end
 
 THREADS = 2
 """Stored rectangles read at once; each takes its own memory, unless it is put into place at once."""
@@ -40,8 +41,9 @@ def check_complete(manifest: Manifest, wanted: set[str]) -> None:
     kinds = {key.partition("/")[0] for key in wanted}
     left = sorted(key for key in manifest.tensors if key not in wanted and key.partition("/")[0] in kinds)
     if left:
-        listed = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        raise CheckpointError(f"the checkpoint holds {listed}, which this model does not have: the model is another")
+        raise CheckpointError(
+            f"the checkpoint holds {_listed(left)}, which this model does not have: the model is another"
+        )
 
 
 def check_files(folder: Folder, manifest: Manifest, files: Iterable[str] | None = None) -> None:
@@ -81,16 +83,53 @@ def read_tensors(folder: Folder, manifest: Manifest, targets: Iterable[Target]) 
 def verify_files(folder: Folder, manifest: Manifest, files: Sequence[str]) -> None:
     """Reads `files` through; raises CheckpointError that names the first one that is not what was written."""
     check_files(folder, manifest, files)
+    for damage in damages(folder, manifest, files):
+        raise CheckpointError(damage)
+
+
+def damages(
+    folder: Folder, manifest: Manifest, files: Iterable[str], progress: Callable[[int], None] = lambda count: None
+) -> Iterator[str]:
+    """Reads `files` through; yields every file and tensor in it that is not what was written.
+
+    `progress` is told the bytes of each file that is done.
+    """
     by_file: dict[str, list[Piece]] = {file: [] for file in files}
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
             if piece.file in by_file:
                 by_file[piece.file].append(piece)
     for file, pieces in by_file.items():
-        with TensorFile(folder, file, manifest.files[file]) as opened:
-            for piece in pieces:
-                _check_sizes(opened, piece)
-                opened.read(piece.name, piece.crc32)
+        try:
+            check_files(folder, manifest, [file])
+            with TensorFile(folder, file, manifest.files[file]) as opened:
+                for piece in pieces:
+                    yield from _damage(opened, piece)
+        except (CheckpointError, OSError) as error:
+            what = str(error) if isinstance(error, CheckpointError) else f"{folder}/{file} cannot be read: {error}"
+            yield f"{what}; {_lost(folder, file, pieces)}"
+        progress(manifest.files[file].size)
+
+
+def _damage(opened: TensorFile, piece: Piece) -> Iterator[str]:
+    try:
+        _check_sizes(opened, piece)
+        opened.read(piece.name, piece.crc32)
+    except (CheckpointError, OSError) as error:
+        yield str(error)
+
+
+def _lost(folder: Folder, file: str, pieces: Sequence[Piece]) -> str:
+    """Which tensors of a file that cannot be opened are affected."""
+    with contextlib.suppress(CheckpointError, OSError):
+        beyond = set(names_beyond_end(folder, file))
+        if cut := [piece for piece in pieces if piece.name in beyond]:
+            return f"{_listed([piece.name for piece in cut])} of its {len(pieces)} tensors lie beyond its end"
+    return f"it held {_listed([piece.name for piece in pieces])}"
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _read(file: TensorFile, targets: Sequence[Target]) -> None:

@@ -51,18 +51,47 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> Written:
 
     At most one tensor is copied at a time, so memory stays bounded by the largest.
     """
-    head, size = _header(tensors)
-    file.write(head)
-    crcs: dict[str, int] = {}
-    # Both let go of the interpreter: checksums cost no time where there is a core for them.
-    with ThreadPoolExecutor(1, thread_name_prefix="megalite checksum") as pool:
-        for name, tensor in tensors.items():
-            data = _bytes_of(tensor.detach().to("cpu").contiguous())
-            crc = pool.submit(_crc_of, data)
-            for begin in range(0, len(data), _BLOCK):
-                file.write(data[begin : begin + _BLOCK])
-            crcs[name] = crc.result()
-    return Written(FileMark(size, zlib.crc32(head)), crcs)
+    with TensorWriter(file, tensors) as writer:
+        for tensor in tensors.values():
+            writer.add(tensor)
+    return writer.written
+
+
+class TensorWriter:
+    """Writes a file of tensors that need not exist at the same time; a context manager.
+
+    like: their names, shapes and dtypes, in the order in which they are added (meta tensors will do).
+    """
+
+    def __init__(self, file: IO[bytes], like: Mapping[str, Tensor]):
+        self._file, self._like, self._crcs = file, list(like.items()), dict[str, int]()
+        head, self._size = _header(like)
+        self._head_crc = zlib.crc32(head)
+        file.write(head)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="megalite checksum")
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown()
+
+    def add(self, tensor: Tensor) -> None:
+        """Writes the next one."""
+        name, like = self._like[len(self._crcs)]
+        assert tensor.shape == like.shape and tensor.dtype == like.dtype, f"{name} is not the one that was announced"
+        data = _bytes_of(tensor.detach().to("cpu").contiguous())
+        # Both let go of the interpreter: checksums cost no time where there is a core for them.
+        crc = self._pool.submit(_crc_of, data)
+        for begin in range(0, len(data), _BLOCK):
+            self._file.write(data[begin : begin + _BLOCK])
+        self._crcs[name] = crc.result()
+
+    @property
+    def written(self) -> Written:
+        """What has been written, once it is all."""
+        assert len(self._crcs) == len(self._like), f"{self._like[len(self._crcs)][0]} is missing"
+        return Written(FileMark(self._size, self._head_crc), self._crcs)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
@@ -181,6 +210,29 @@ class TensorFile:
             crc = zlib.crc32(part[:count], crc)
             done += count
         return crc
+
+
+def names_beyond_end(folder: Folder, path: str) -> list[str]:
+    """The tensors of a file that was cut short whose bytes are not all there; empty when its header is not either."""
+    reader = folder.reader(path)
+    try:
+        head = bytearray(8)
+        if reader.size < 8 or reader.read_into(memoryview(head), 0) < 8:
+            return []
+        length = int.from_bytes(head, "little")
+        if length > reader.size - 8:
+            return []
+        text = bytearray(length)
+        done = 0
+        while done < length and (count := reader.read_into(memoryview(text)[done:], 8 + done)):
+            done += count
+        return [
+            name for name, tensor in json.loads(text).items() if 8 + length + tensor["data_offsets"][1] > reader.size
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    finally:
+        reader.close()
 
 
 def _stored(content: Any, first: int, size: int) -> StoredTensor:

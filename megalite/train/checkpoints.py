@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import store
+from megalite.checkpoint.agree import on_first
 from megalite.checkpoint.background import BackgroundSaver, Saved
 from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.checkpoint.store import Retention
+from megalite.checkpoint.stored import WEIGHTS
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import Shard, buffer_tensors
@@ -79,17 +82,25 @@ class RunCheckpoints:
         return manifest.step
 
     def load_start(self) -> Path | str | None:
-        """Takes over weights and optimizer state from `checkpoint.load`, for a run that begins at step 0."""
+        """Takes over weights and optimizer state from `checkpoint.load`, for a run that begins at step 0.
+
+        A checkpoint of weights alone (averaged, imported) leaves the optimizer, and buffers that it lacks, as they are.
+        """
         start = self._config.checkpoint.load
         if start is None:
             return None
-        self._load(start)
+        kinds = on_first(self._mpu, f"cannot load {start}", lambda: Manifest.read(store.find_checkpoint(start)).kinds)
+        if kinds <= set(WEIGHTS):
+            logger.info("%s holds weights alone: the optimizer begins anew", start)
+            self._load(start, optional=[kind for kind in state_tensors(self._training) if kind != "parameter"])
+        else:
+            self._load(start)
         return start
 
-    def _load(self, path: Path | str) -> Manifest:
+    def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
         optimizer = self._training.optimizer
         # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
-        manifest = store.load(path, state_tensors(self._training), self._mpu, optional=[MASTER])
+        manifest = store.load(path, state_tensors(self._training), self._mpu, optional=[MASTER, *optional])
         if MASTER not in manifest.kinds:
             optimizer.refresh_master()
         updates = manifest.state.get("updates")

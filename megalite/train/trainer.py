@@ -138,7 +138,7 @@ class Trainer:
         if path is None:
             self._started_from = self._checkpoints.load_start()
             if self._started_from is not None:
-                logger.info("starting from the weights and optimizer state in %s", self._started_from)
+                logger.info("starting from %s", self._started_from)
             return
         self.step = self._saved_step = self._checkpoints.load(path)
         logger.info("resumed from %s after step %d", path, self.step)

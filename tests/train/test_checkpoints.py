@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from megalite.checkpoint import store
 from megalite.checkpoint.config import CheckpointConfig
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.reshard import resharded, weights_state
+from megalite.checkpoint.rewrite import cut_evenly, write_checkpoint
+from megalite.checkpoint.stored import StoredCheckpoint
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
 from megalite.optim.config import OptimConfig
@@ -179,3 +182,32 @@ def test_other_state_may_not_be_missing(tmp_path: Path) -> None:
     folder = store.save(tmp_path, 1, tensors, {"updates": 1}, training.mpu)
     with pytest.raises(CheckpointError, match=r"exp_avg.* is not in the checkpoint"):
         checkpoints.load(folder)
+
+
+def test_weights_alone_start_a_run_with_a_fresh_optimizer(tmp_path: Path) -> None:
+    """Means and imports have no moments; a resumed run must have them."""
+    checkpoints, old = make(tmp_path / "old")
+    train(old, range(3))
+    checkpoints.save(3)
+    with StoredCheckpoint(tmp_path / "old") as source:
+        for name, tensors in (
+            ("weights", resharded(source, weights_only=True)),
+            ("rounded", [tensor for tensor in resharded(source) if tensor.key.startswith("parameter/")]),
+        ):
+            state = weights_state(source.manifest.state)
+            write_checkpoint(tmp_path / name, 3, tensors, cut_evenly(tensors, 2), state=state, layout={})
+    _, untouched = make(tmp_path / "untouched")
+    before = everything(untouched)
+    for name in ("weights", "rounded"):
+        fresh, new = make(tmp_path / f"from_{name}", load=str(tmp_path / name))
+        assert fresh.load_start() == str(tmp_path / name) and new.optimizer.steps == 0
+        found, trained = everything(new), everything(old)
+        masters = trained["master"] if name == "weights" else [tensor.float() for tensor in trained["parameter"]]
+        expected = before | {"parameter": trained["parameter"], "master": masters}
+        expected |= {"buffer": trained["buffer"]} if name == "weights" else {}
+        for kind, tensors in expected.items():
+            assert all(torch.equal(x, y) for x, y in zip(found[kind], tensors, strict=True)), (name, kind)
+    again, _ = make(tmp_path / "weights", resume="auto")
+    path = again.find()
+    with pytest.raises(CheckpointError, match=r"exp_avg/.* is not in the checkpoint"):
+        again.load(path or "")

@@ -1,0 +1,1 @@
+"""Weights of Megatron-LM checkpoints, read without running what a pickle asks for."""
