@@ -132,7 +132,7 @@ def _two_agents(how: str, run_dir: Path, rendezvous: str) -> list[subprocess.Pop
     return [_torchrun(how, run_dir, *options, "--node-rank", str(node)) for node in range(2)]
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.full)])
 def test_two_nodes(tmp_path: Path, rendezvous: str) -> None:
     jobs = _two_agents("done", tmp_path, rendezvous)
     outputs = [_finish(job, tmp_path, alone=False) for job in jobs]
