@@ -408,6 +408,18 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "compiled": _compiled("weighted_swiglu_backward"),
         "torch": _torch("grouped:weighted_swiglu_backward"),
     },
+    "choose_experts": {
+        "triton": _triton("routing:choose_experts"),
+        "torch": _torch("routing:choose_experts"),
+    },
+    "permute": {
+        "triton": _triton("routing:permute"),
+        "torch": _torch("routing:permute"),
+    },
+    "unpermute": {
+        "triton": _triton("routing:unpermute"),
+        "torch": _torch("routing:unpermute"),
+    },
     "grouped_linear": _grouped("grouped_linear"),
     "grouped_input_grad": _grouped("grouped_input_grad"),
     "grouped_weight_grad": _grouped("accumulate_grouped_weight_grad"),

@@ -12,6 +12,7 @@ from megalite.kernels.attention_kernel import attend
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.kernels.attention_rows import AttentionDropout
 from megalite.kernels.dropout import dropout_key
+from megalite.kernels.routing import Bags
 from megalite.kernels.triton import grouped, routing
 from megalite.kernels.triton.attention import TritonKernel
 from megalite.kernels.triton.linear import accumulate_weight_grad
@@ -104,7 +105,5 @@ def _router(experts: int) -> None:
 
 def _permute(hidden: int) -> None:
     token = torch.arange(_TOKENS).repeat(2)
-    bags, rows, probs = routing.Bags.of(token, _TOKENS), _half(_TOKENS, hidden), torch.zeros(len(token))
-    there = routing.permute(rows, token, *bags).requires_grad_()
-    routing.unpermute(there, None, token, *bags)
-    routing.unpermute(there, probs.requires_grad_(), token, *bags).sum().backward()
+    there = routing.permute(_half(_TOKENS, hidden), token)
+    routing.unpermute(there, *Bags.of(token, _TOKENS))
