@@ -380,6 +380,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "torch": _torch("cross_entropy:ce_grad_"),
     },
     "short_conv": {
+        "triton": _triton("short_conv:gated_short_conv"),
         "compiled": _compiled("gated_short_conv", _is_bf16),
         "torch": _torch("short_conv:gated_short_conv"),
     },

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.cross_entropy import CrossEntropyConfig
-from megalite.kernels.triton import activation, adamw, cross_entropy, dropout, grad_norm, norm, rope, softmax
+from megalite.kernels.triton import (
+    activation,
+    adamw,
+    cross_entropy,
+    dropout,
+    grad_norm,
+    norm,
+    rope,
+    short_conv,
+    softmax,
+)
 from megalite.testing.kernel_cases import KernelCase
 
 _ROWS = 4
@@ -24,6 +34,7 @@ def row_cases() -> list[KernelCase]:
         *_loss_cases(),
         *_optimizer_cases(),
         *_attention_cases(),
+        *_conv_cases(),
     ]
 
 
@@ -124,6 +135,24 @@ def _attention_cases() -> list[KernelCase]:
         )
         cases.append(_case(f"masked_softmax {width}", softmax.masked_softmax, [scores], mask=mask, scale=0.1))
     return cases
+
+
+def _conv_cases() -> list[KernelCase]:
+    """Rows of one document each, and rows of several that are cut over ranks."""
+    hidden, taps = 2048, 3
+    bcx, weight = torch.zeros(_ROWS, 2, 3 * hidden, dtype=torch.bfloat16, requires_grad=True), _vector(hidden * taps)
+    sources = torch.full((taps - 1, 2 * _ROWS), -2, dtype=torch.int32)
+    slot, fetched = torch.zeros(2 * _ROWS, dtype=torch.int32), torch.zeros(3, hidden)
+
+    def cut(bcx: Tensor, weight: Tensor) -> None:
+        out = short_conv.convolve(bcx, weight, sources, fetched)
+        short_conv.convolve_backward(out, bcx, weight, sources, fetched, slot, fetched)
+
+    weight = weight.view(hidden, taps)
+    return [
+        _case(f"short_conv {hidden}", short_conv.gated_short_conv, [bcx, weight]),
+        _case(f"short_conv_cut {hidden}", cut, [bcx.detach(), weight.detach()]),
+    ]
 
 
 def _case(
