@@ -162,7 +162,7 @@ def _conv_rows(
     tap = tl.load(taps + (K - 1) * hidden + column, mask=column < hidden, other=0.0).to(ACC)
     gated = tl.load(at, mask=inside, other=0.0).to(ACC) * tl.load(at + 2 * hidden, mask=inside, other=0.0).to(ACC)
     z = gated * tap
-    for back in tl.static_range(1, K):
+    for back in tl.static_range(1, K):  # pyright: ignore[reportGeneralTypeIssues]
         tap = tl.load(taps + (K - 1 - back) * hidden + column, mask=column < hidden, other=0.0).to(ACC)
         z += _input_before(bcx, sources, fetched, row, column, inside, back, count, batch, hidden, stride, ACC) * tap
     z *= tl.load(at + hidden, mask=inside, other=0.0).to(ACC)
@@ -187,7 +187,7 @@ def _conv_rows_grad(
     z, du = b * x * tap, dz * tap
     partial = dtaps + tl.program_id(0).to(tl.int64) * K * hidden + column
     tl.store(partial + (K - 1) * hidden, tl.sum(dz * b * x, 0, keep_dims=True), mask=present)
-    for back in tl.static_range(1, K):
+    for back in tl.static_range(1, K):  # pyright: ignore[reportGeneralTypeIssues]
         tap = tl.load(taps + (K - 1 - back) * hidden + column, mask=present, other=0.0).to(ACC)
         before = _input_before(bcx, sources, fetched, row, column, inside, back, count, batch, hidden, stride, ACC)
         z += before * tap

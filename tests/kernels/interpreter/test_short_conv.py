@@ -98,7 +98,7 @@ def test_what_is_not_seen_may_be_anything() -> None:
     places = torch.arange(9)[:, None].expand(9, 2).contiguous()
     reach = find_halo(RowCut(ParallelState.single().cp, places[None], starts), 2)
     bcx[:3] = float("nan")
-    out, dbcx, _ = forward_backward(lambda *x: gated_short_conv(*x, reach), [bcx, weight], [dy])
+    out, dbcx, _ = forward_backward(lambda bcx, weight: gated_short_conv(bcx, weight, reach), [bcx, weight], [dy])
     assert out[:3].isnan().all() and out[3:].isfinite().all() and dbcx[3:].isfinite().all()
 
 
