@@ -25,7 +25,7 @@ from .grouped import (
     weighted_swiglu_backward,
 )
 from .linear import accumulate_weight_grad
-from .norm import layer_norm, rms_norm
+from .norm import layer_norm, layer_norm_add, rms_norm, rms_norm_add
 from .registry import OPERATIONS, Traits, choice_of, choose, compile_problem, option_of, resolve
 from .rope import apply_rope
 from .routing import choose_experts, permute, unpermute
@@ -46,6 +46,8 @@ class Kernels:
     """Operation -> backend, of what was resolved."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
+    rms_norm_add: Callable[..., tuple[Tensor, Tensor]] = rms_norm_add
+    layer_norm_add: Callable[..., tuple[Tensor, Tensor]] = layer_norm_add
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope
     swiglu: Callable[[Tensor], Tensor] = swiglu_packed
     gelu: Callable[..., Tensor] = gelu
