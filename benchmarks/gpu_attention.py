@@ -30,6 +30,7 @@ from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, atte
 from megalite.kernels.attention_mask import AttentionMask, first_seen, num_pairs
 from megalite.kernels.attention_rows import AttentionDropout
 from megalite.kernels.dropout import dropout_key
+from megalite.kernels.routing import Bags
 from megalite.kernels.triton import grouped, routing
 from megalite.kernels.triton.attention import TritonKernel
 from megalite.kernels.triton.linear import accumulate_weight_grad
@@ -287,16 +288,16 @@ def routing_rows(device: torch.device, tiny: bool = False) -> Iterator[Row]:
     }
     yield _moved("choice of experts", f"{tokens} x {experts}, top {k}", times, tokens * experts * 5)
     token = scores.topk(k).indices.argsort(0).flatten() % tokens
-    rows, bags = _random(device, tokens, hidden), routing.Bags.of(token, tokens)
-    there = routing.permute(rows, token, *bags)
+    rows, bags = _random(device, tokens, hidden), Bags.of(token, tokens)
+    there = routing.permute(rows, token)
     size, copied = f"{tokens} x {hidden}, {k} each", 2 * tokens * hidden * k
     times = {
-        "ours": _milliseconds(lambda: routing.permute(rows, token, *bags), device),
+        "ours": _milliseconds(lambda: routing.permute(rows, token), device),
         "index_select": _milliseconds(lambda: rows.index_select(0, token), device),
     }
     yield _moved("permute", size, times, copied + 2 * tokens * hidden)
     times = {
-        "ours": _milliseconds(lambda: routing.unpermute(there, None, token, *bags), device),
+        "ours": _milliseconds(lambda: routing.unpermute(there, *bags), device),
         "embedding_bag": _milliseconds(lambda: torch.embedding_bag(there, *bags, mode=0)[0][:tokens], device),
     }
     yield _moved("unpermute", size, times, copied + 2 * tokens * hidden)

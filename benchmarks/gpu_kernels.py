@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from benchmarks import gpu_attention
 from megalite.kernels import adamw, dropout, rope, softmax
 from megalite.kernels.cross_entropy import CrossEntropyConfig
 from megalite.kernels.grad_norm import sum_of_squares
+from megalite.testing.gpu_time import gpu_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ def _copy_bandwidth() -> float:
     """Bytes per second read and written by a copy of 1 GiB."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source))
+    return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
 
 
 def _measure(operation: Operation, copy: float) -> list[Row]:
@@ -380,7 +380,7 @@ def _measure(operation: Operation, copy: float) -> list[Row]:
     forward, backward = {}, {}
     for name, function in functions.items():
         try:
-            forward[name] = _seconds(lambda f=function: _no_grad(f, operation.inputs))
+            forward[name] = gpu_seconds(lambda f=function: _no_grad(f, operation.inputs))
             if operation.backward_bytes:
                 backward[name] = _backward_seconds(function, operation.inputs)
         except Exception as error:  # another library that does not run here is no reason to lose the rest
@@ -403,27 +403,7 @@ def _backward_seconds(function: Callable[..., Any], inputs: Sequence[Tensor]) ->
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves, grads = [x for x in inputs if x.requires_grad], [_gradient(y) for y in outputs]
-    return _seconds(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
-
-
-def _seconds(call: Callable[[], Any], budget: float = 0.15) -> float:
-    """Median duration on the GPU, caches cold, after a warm-up that compiles what must be."""
-    for _ in range(3):
-        call()
-    # More than any L2 cache, and long enough to hide the launch of what is timed.
-    flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    once = _timed(call, flush)
-    return statistics.median(_timed(call, flush) for _ in range(min(50, max(5, int(budget / max(once, 1e-6))))))
-
-
-def _timed(call: Callable[[], Any], flush: Tensor) -> float:
-    flush.zero_()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return gpu_seconds(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
 
 
 def _row(name: str, direction: str, least: int, seconds: dict[str, float], copy: float) -> Row:

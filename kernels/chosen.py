@@ -25,9 +25,10 @@ from .grouped import (
     weighted_swiglu_backward,
 )
 from .linear import accumulate_weight_grad
-from .norm import layer_norm, rms_norm
+from .norm import layer_norm, layer_norm_add, rms_norm, rms_norm_add
 from .registry import OPERATIONS, Traits, choice_of, choose, compile_problem, option_of, resolve
 from .rope import apply_rope
+from .routing import choose_experts, permute, unpermute
 from .short_conv import gated_short_conv
 
 
@@ -45,6 +46,8 @@ class Kernels:
     """Operation -> backend, of what was resolved."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
+    rms_norm_add: Callable[..., tuple[Tensor, Tensor]] = rms_norm_add
+    layer_norm_add: Callable[..., tuple[Tensor, Tensor]] = layer_norm_add
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope
     swiglu: Callable[[Tensor], Tensor] = swiglu_packed
     gelu: Callable[..., Tensor] = gelu
@@ -58,6 +61,9 @@ class Kernels:
     sum_of_squares: Callable[[Tensor], Tensor] = sum_of_squares
     weighted_swiglu: Callable[[Tensor, Tensor], Tensor] = weighted_swiglu
     weighted_swiglu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = weighted_swiglu_backward
+    choose_experts: Callable[..., Tensor] = choose_experts
+    permute: Callable[..., Tensor] = permute
+    unpermute: Callable[[Tensor, Tensor, Tensor], Tensor] = unpermute
     grouped_linear: Callable[..., Tensor] = grouped_linear
     grouped_input_grad: Callable[..., Tensor] = grouped_input_grad
     grouped_weight_grad: Callable[..., None] = accumulate_grouped_weight_grad

@@ -26,6 +26,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_WINS_TO = 1024  # on CPUs with AVX-512, forward and backward: 1.1 to 1.6 times SDPA at 512, level at 2048
 _TRITON_HEAD = 256
+_FLASH_ATTN_HEAD = 256
 _COMPILE_FROM = 512  # features; below, a call costs more than it saves, and a small run is over before it is compiled
 
 
@@ -283,6 +284,12 @@ def _triton_heads(traits: Traits) -> str | None:
     return f"has no room for heads of {traits.head_size} features, only for {_TRITON_HEAD}"
 
 
+def _flash_attn_heads(traits: Traits) -> str | None:
+    if traits.head_size % 8 == 0 and traits.head_size <= _FLASH_ATTN_HEAD:
+        return None
+    return f"takes heads of 8, 16, 24 up to {_FLASH_ATTN_HEAD} features, not of {traits.head_size}"
+
+
 def _has_flash_attn(traits: Traits) -> str | None:
     return _package_problem("flash_attn.flash_attn_interface", "pip install flash-attn")
 
@@ -344,6 +351,14 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "compiled": _compiled("layer_norm", _is_bf16),
         "torch": _torch("norm:layer_norm"),
     },
+    "rms_norm_add": {
+        "triton": _triton("norm:rms_norm_add"),
+        "torch": _torch("norm:rms_norm_add"),
+    },
+    "layer_norm_add": {
+        "triton": _triton("norm:layer_norm_add"),
+        "torch": _torch("norm:layer_norm_add"),
+    },
     "rope": {
         "triton": _triton("rope:apply_rope"),
         "compiled": _compiled("apply_rope"),
@@ -380,6 +395,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "torch": _torch("cross_entropy:ce_grad_"),
     },
     "short_conv": {
+        "triton": _triton("short_conv:gated_short_conv"),
         "compiled": _compiled("gated_short_conv", _is_bf16),
         "torch": _torch("short_conv:gated_short_conv"),
     },
@@ -408,6 +424,18 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "compiled": _compiled("weighted_swiglu_backward"),
         "torch": _torch("grouped:weighted_swiglu_backward"),
     },
+    "choose_experts": {
+        "triton": _triton("routing:choose_experts"),
+        "torch": _torch("routing:choose_experts"),
+    },
+    "permute": {
+        "triton": _triton("routing:permute"),
+        "torch": _torch("routing:permute"),
+    },
+    "unpermute": {
+        "triton": _triton("routing:unpermute"),
+        "torch": _torch("routing:unpermute"),
+    },
     "grouped_linear": _grouped("grouped_linear"),
     "grouped_input_grad": _grouped("grouped_input_grad"),
     "grouped_weight_grad": _grouped("accumulate_grouped_weight_grad"),
@@ -415,7 +443,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "flash_attn": Backend(
             path="flash_attention:FlashAttnKernel",
             available=(_needs_gpu, _has_flash_attn),
-            supports=(_no_dropout, _half_on_gpu),
+            supports=(_no_dropout, _half_on_gpu, _flash_attn_heads),
         ),
         "sdpa": Backend(path="flash_attention:TorchKernel", supports=_SDPA_SUPPORTS, wins=lambda traits: traits.on_gpu),
         "triton": _triton("attention:TritonKernel", _triton_heads),

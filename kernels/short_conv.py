@@ -27,12 +27,15 @@ class Reach(Protocol):
         """For each back (outputs, rows fetched), int64 [n] each: what else they see."""
         ...
 
-    def fetch(self, inputs: Tensor) -> Callable[[], Tensor]:
-        """Begins to fetch rows of `inputs` [s x b, h], here and elsewhere; the result waits for them, [n, h]."""
+    def fetch(self, inputs: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        """Begins to fetch inputs of rows, `inputs` here [n] -> [n, h]; the result waits for them, [n, h]."""
         ...
 
-    def send_home(self, grads: Tensor) -> Callable[[Tensor], None]:
-        """Begins to return gradients of fetched rows; the result waits and adds those of this rank's, [s x b, h]."""
+    def send_home(self, grads: Tensor) -> Callable[[], Sequence[tuple[Tensor, Tensor]]]:
+        """Begins to return gradients of fetched rows; the result waits: [(this rank's rows, what to add to theirs)].
+
+        No row is twice in one pair: the sum over pairs has one order.
+        """
         ...
 
 
@@ -55,10 +58,10 @@ class _GatedShortConv(torch.autograd.Function):
     def forward(ctx: Any, bcx: Tensor, weight: Tensor, reach: Reach | None) -> Tensor:
         b, c, x = _wide(bcx).chunk(3, -1)
         u = b * x
-        arriving = reach.fetch(u.flatten(0, 1)) if reach is not None else None
-        z = _conv_near(u, _taps(weight, c.dtype), reach)
+        arriving = reach.fetch(u.flatten(0, 1).__getitem__) if reach is not None else None
+        z = _conv_near(u, taps_of(weight, c.dtype), reach)
         fetched = arriving() if arriving is not None else None
-        _add_far_(z, _taps(weight, c.dtype), reach, fetched)
+        _add_far_(z, taps_of(weight, c.dtype), reach, fetched)
         ctx.reach = reach
         ctx.save_for_backward(bcx, weight, fetched)
         return z.mul_(c).to(bcx.dtype)
@@ -68,14 +71,13 @@ class _GatedShortConv(torch.autograd.Function):
         bcx, weight, fetched = ctx.saved_tensors
         reach: Reach | None = ctx.reach
         b, c, x = _wide(bcx).chunk(3, -1)
-        dy, u, taps = grads[0].to(c.dtype), b * x, _taps(weight, c.dtype)
+        dy, u, taps = grads[0].to(c.dtype), b * x, taps_of(weight, c.dtype)
         dz = dy * c
-        dtaps = torch.empty_like(taps)
+        dtaps = torch.zeros_like(taps)
         returning = None
         if reach is not None:
-            returning = reach.send_home(_far_backward(dz, taps, reach, fetched, dtaps))
-        else:
-            dtaps.zero_()
+            returning = reach.send_home(far_grad(dz.flatten(0, 1).__getitem__, taps, reach, fetched))
+            _add_far_taps_grad_(dtaps, dz, reach, fetched)
         dbcx = torch.empty_like(bcx)
         db, dc, dx = dbcx.chunk(3, -1)
         z = _conv_near(u, taps, reach)
@@ -83,8 +85,8 @@ class _GatedShortConv(torch.autograd.Function):
         dc.copy_(z.mul_(dy))
         del z
         du = _near_backward(dz, u, taps, reach, dtaps)
-        if returning is not None:
-            returning(du.flatten(0, 1))
+        for rows, grads_home in returning() if returning is not None else ():
+            du.flatten(0, 1)[rows] += grads_home
         dx.copy_(du * b)
         db.copy_(du.mul_(x))
         return dbcx, dtaps.t().to(weight.dtype), None
@@ -123,21 +125,24 @@ def _add_far_(z: Tensor, taps: Tensor, reach: Reach | None, fetched: Tensor | No
         rows[outputs] = torch.addcmul(rows[outputs], fetched[sources], taps[-1 - back])
 
 
-def _far_backward(dz: Tensor, taps: Tensor, reach: Reach, fetched: Tensor, dtaps: Tensor) -> Tensor:
-    """The gradient of what was fetched; that of the taps is written to `dtaps`."""
-    rows, dfetched = dz.view(-1, dz.shape[-1]), torch.zeros_like(fetched)
-    dtaps.zero_()
+def far_grad(dz: Callable[[Tensor], Tensor], taps: Tensor, reach: Reach, fetched: Tensor) -> Tensor:
+    """The gradient of what was fetched; dz gives rows of the convolution's, taps [k, h]."""
+    dfetched = torch.zeros_like(fetched)
     for back, (outputs, sources) in enumerate(reach.far, start=1):
-        ahead = rows[outputs]
-        dfetched[sources] = torch.addcmul(dfetched[sources], ahead, taps[-1 - back])
-        dtaps[-1 - back] += (ahead * fetched[sources]).sum(0)
+        dfetched[sources] = torch.addcmul(dfetched[sources], dz(outputs), taps[-1 - back])
     return dfetched
+
+
+def _add_far_taps_grad_(dtaps: Tensor, dz: Tensor, reach: Reach, fetched: Tensor) -> None:
+    rows = dz.view(-1, dz.shape[-1])
+    for back, (outputs, sources) in enumerate(reach.far, start=1):
+        dtaps[-1 - back] += (rows[outputs] * fetched[sources]).sum(0)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[k, h], so that a tap is a contiguous row."""
+def taps_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight [h, k] as [k, h], so that a tap is a contiguous row."""
     return weight.to(dtype).t().contiguous()

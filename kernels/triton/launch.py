@@ -36,7 +36,7 @@ class Launch:
     """bf16, fp16, fp32, fp64 or any."""
     up_to: float
     """The largest size that the row is for (infinite: any)."""
-    constants: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict, hash=False)
     """The kernel's constexpr arguments that tuning decides."""
     num_warps: int
     """Warps of a program."""

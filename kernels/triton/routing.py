@@ -1,20 +1,17 @@
-"""Mixture-of-experts routing in Triton: the choice of experts, and rows on their way to them and back.
-
-`choose_experts` is what `nn.router` makes by sorting; `permute` and `unpermute` are `out` and `home` of
-`parallel.expert.Spread`. Sums over a token's experts are in float32 (for float64, in float64), in the order of their
-places, without atomics.
-"""
+"""Mixture-of-experts routing in Triton: the choice of experts, and rows on their way to them and back."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..routing import Bags
 from .launch import Launch, launch, launch_row
+from .rows import accumulator, rows_of
 
 
 def choose_experts(
@@ -40,23 +37,9 @@ def choose_experts(
     return chosen.view(torch.bool).view(scores.shape)
 
 
-class Bags(NamedTuple):
-    """The places of each token, in order: order[starts[t] : starts[t + 1]] for token t; int64 [n] and [tokens + 1]."""
-
-    order: Tensor
-    starts: Tensor
-
-    @staticmethod
-    def of(token: Tensor, size: int) -> Bags:
-        """Those of `token` [n], numbers below `size`; others belong to no token."""
-        ordered, order = token.sort(stable=True)
-        return Bags(order, torch.searchsorted(ordered, torch.arange(size + 1, device=token.device)))
-
-
-@torch.library.custom_op("megalite::triton_permute", mutates_args=())
-def permute(rows: Tensor, token: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """Row token[i] of rows [size, h] in place i, or zeros for token[i] = size: [n, h]. order, starts: `Bags`."""
-    rows = _dense(rows)
+@torch.library.custom_op("megalite::permute", mutates_args=())
+def _permute(rows: Tensor, token: Tensor) -> Tensor:
+    rows = rows_of(rows)
     (size, width), n = rows.shape, token.shape[0]
     out = torch.empty(n, width, dtype=rows.dtype, device=rows.device)
     row = launch_row("permute", rows.dtype, width)
@@ -64,44 +47,30 @@ def permute(rows: Tensor, token: Tensor, order: Tensor, starts: Tensor) -> Tenso
     return out
 
 
-@torch.library.custom_op("megalite::triton_unpermute", mutates_args=())
-def unpermute(rows: Tensor, probs: Tensor | None, token: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """The sum of each token's rows, times their probs [n] where given: rows [n, h] -> [size, h]; see `permute`."""
-    rows = _dense(rows)
+def permute(rows: Tensor, token: Tensor, *, zeros: bool = True) -> Tensor:
+    """Row token[i] of rows [size, h] in place i, or zeros for token[i] = size: [n, h]."""
+    return _permute(rows, token)
+
+
+@torch.library.custom_op("megalite::unpermute", mutates_args=())
+def unpermute(rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """The sum of each token's rows, in the order of their places: rows [n, h] -> [size, h]; order, starts: `Bags`.
+
+    It is made in float32 (for float64, in float64) and rounded once, without atomics.
+    """
+    rows = rows_of(rows)
     size, width = starts.shape[0] - 1, rows.shape[1]
     out = torch.empty(size, width, dtype=rows.dtype, device=rows.device)
     row = launch_row("unpermute", rows.dtype, width)
     launch(
-        _unpermute_kernel, _grid(row, size, width), row, rows, rows if probs is None else probs, order, starts, out,
-        size, width, rows.stride(0), WEIGHTED=probs is not None, ACC=_acc(rows),
+        _unpermute_kernel, _grid(row, size, width), row, rows, order, starts, out, size, width, rows.stride(0),
+        ACC=accumulator(rows.dtype),
     )  # fmt: skip
     return out
 
 
-@torch.library.custom_op("megalite::triton_unpermute_backward", mutates_args=())
-def unpermute_backward(dout: Tensor, rows: Tensor, probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """(drows [n, h], dprobs [n]) of `unpermute` with probs, for dout [size, h]."""
-    rows, dout = _dense(rows), _dense(dout)
-    n, width = rows.shape
-    drows, dprobs = torch.empty(n, width, dtype=rows.dtype, device=rows.device), torch.empty_like(probs)
-    row = launch_row("unpermute_backward", rows.dtype, width)
-    launch(
-        _unpermute_backward_kernel, (triton.cdiv(n, row["ROWS"]),), row, dout, rows, probs, token, drows, dprobs,
-        n, dout.shape[0], width, dout.stride(0), rows.stride(0), ACC=_acc(rows),
-    )  # fmt: skip
-    return drows, dprobs
-
-
 def _grid(row: Launch, n: int, width: int) -> tuple[int, int]:
     return triton.cdiv(n, row["ROWS"]), triton.cdiv(width, row["BLOCK"])
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _acc(x: Tensor) -> Any:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 @triton.jit
@@ -158,8 +127,7 @@ def _permute_kernel(rows, token, out, n, size, width, rows_n, ROWS: tl.constexpr
 
 @triton.jit
 def _unpermute_kernel(
-    rows, probs, order, starts, out, size, width, rows_n,
-    WEIGHTED: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, order, starts, out, size, width, rows_n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -171,71 +139,40 @@ def _unpermute_kernel(
         more = i < length
         place = tl.load(order + begin + i, mask=more, other=0)
         found = more[:, None] & inside[None, :]
-        values = tl.load(rows + place[:, None] * rows_n + column[None, :], mask=found, other=0.0).to(ACC)
-        if WEIGHTED:
-            values *= tl.load(probs + place, mask=more, other=0.0).to(ACC)[:, None]
-        acc += values
+        acc += tl.load(rows + place[:, None] * rows_n + column[None, :], mask=found, other=0.0).to(ACC)
     at = out + token[:, None].to(tl.int64) * width + column[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=here[:, None] & inside[None, :])
 
 
-@triton.jit
-def _unpermute_backward_kernel(
-    dout, rows, probs, token, drows, dprobs, n, size, width, dout_n, rows_n,
-    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = place < n
-    source = tl.load(token + place, mask=here, other=size)
-    prob = tl.load(probs + place, mask=here, other=0.0).to(ACC)
-    far = place[:, None].to(tl.int64)
-    sums = tl.zeros([ROWS], dtype=ACC)
-    for begin in range(0, width, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        inside = here[:, None] & (column < width)[None, :]
-        found = (source < size)[:, None] & inside
-        grad = tl.load(dout + source[:, None] * dout_n + column[None, :], mask=found, other=0.0).to(ACC)
-        value = tl.load(rows + far * rows_n + column[None, :], mask=inside, other=0.0).to(ACC)
-        sums += tl.sum(tl.where(found, grad * value, 0.0), 1)
-        scaled = (grad * prob[:, None]).to(drows.dtype.element_ty)
-        tl.store(drows + far * width + column[None, :], scaled, mask=inside)
-    tl.store(dprobs + place, sums.to(dprobs.dtype.element_ty), mask=here)
-
-
-@permute.register_fake
-def _permute_shape(rows: Tensor, token: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+@_permute.register_fake
+def _(rows: Tensor, token: Tensor) -> Tensor:
     return rows.new_empty(token.shape[0], rows.shape[1])
 
 
 @unpermute.register_fake
-def _unpermute_shape(rows: Tensor, probs: Tensor | None, token: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+def _(rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     return rows.new_empty(starts.shape[0] - 1, rows.shape[1])
 
 
-@unpermute_backward.register_fake
-def _unpermute_backward_shapes(dout: Tensor, rows: Tensor, probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), torch.empty_like(probs)
-
-
-def _save_bags(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, token = inputs
+    ctx.save_for_backward(token)
+    ctx.size = rows.shape[0]
 
 
 def _permute_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return unpermute(dout, None, *ctx.saved_tensors), None, None, None
+    return unpermute(dout, *Bags.of(ctx.saved_tensors[0], ctx.size)), None
 
 
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, probs, *bags = inputs
-    ctx.save_for_backward(None if probs is None else rows, probs, *bags)
+def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
 
 
 def _unpermute_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    rows, probs, token, order, starts = ctx.saved_tensors
-    if probs is None:
-        return permute(dout, token, order, starts), None, None, None, None
-    return *unpermute_backward(dout, rows, probs, token), None, None, None
+    order, starts = ctx.saved_tensors
+    of_place = torch.searchsorted(starts, torch.arange(len(order), device=order.device), right=True) - 1
+    return _permute(dout, torch.empty_like(order).index_copy_(0, order, of_place)), None, None
 
 
-permute.register_autograd(_permute_backward, setup_context=_save_bags)
-unpermute.register_autograd(_unpermute_backward, setup_context=_save_rows)
+_permute.register_autograd(_permute_backward, setup_context=_save_permute)
+unpermute.register_autograd(_unpermute_backward, setup_context=_save_unpermute)

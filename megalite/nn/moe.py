@@ -41,9 +41,9 @@ class MoELayer(nn.Module):
         self.mpu, self.tp = mpu, mpu.tp
         sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
         self.cuts_here = tokens_are_cut(mpu) and not sequence_parallel and mpu.tp.size > 1
-        self.router = self.router_cls(config, mpu, layer, mpu.tp if tokens_are_cut(mpu) else None)
+        self.router = self.router_cls(config, mpu, layer, mpu.tp if tokens_are_cut(mpu) else None, kernels)
         self.experts = self.experts_cls(config, mpu, kernels)
-        self.dispatcher = Dispatcher(config.num_experts, mpu)
+        self.dispatcher = Dispatcher(config.num_experts, mpu, kernels)
         self.shared = self.shared_gate = None
         if config.shared_ffn_hidden_size:
             self.shared = self.shared_cls(replace(config, ffn_hidden_size=config.shared_ffn_hidden_size), mpu, kernels)

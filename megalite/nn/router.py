@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.axis import Axis
+from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key, uniform
 from megalite.kernels.saved import Saved, size_of, wide
 from megalite.mpu import ParallelState
@@ -96,8 +97,11 @@ class Router(ShardedModule):
     expert_bias: Tensor
     fractions: Tensor
 
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, cut: Axis | None):
+    def __init__(
+        self, config: ModelConfig, mpu: ParallelState, layer: int, cut: Axis | None, kernels: Kernels | None = None
+    ):
         super().__init__()
+        self.kernels = kernels if kernels is not None else Kernels()
         self.config, self.layer, self.cut = config, layer, cut if cut is not None and cut.size > 1 else None
         self.row_axis = mpu.tp_cp if self.cut is not None else mpu.cp  # ranks with parts of the same rows
         partial = (self.cut,) if self.cut is not None else ()
@@ -172,28 +176,18 @@ class Router(ShardedModule):
         """bool [s_local, b, num_experts]: the experts of each token, before padding and full experts are taken out."""
         config = self.config
         if config.routing == "top_k" or (config.routing == "sinkhorn" and not context.training):
-            return _top_k(self._biased(scores), config.top_k)
+            bias = self.expert_bias if config.expert_bias else None
+            groups = {"num_groups": config.num_expert_groups, "top_groups": config.top_k_groups}
+            return self.kernels.choose_experts(scores, config.top_k, bias, **groups)
         mask = context.rows.token_mask
         if config.routing == "sinkhorn":
-            chosen = _top_k(sinkhorn(self._whole(logits, context), mask), config.top_k)
+            chosen = self.kernels.choose_experts(sinkhorn(self._whole(logits, context), mask), config.top_k)
         else:
             whole = self._whole(scores, context)
             if mask is not None:
                 whole = whole.masked_fill(~mask[..., None], -math.inf)
             chosen = _first_places(whole, self._capacity(context, config.capacity_factor or 1.0))
         return self._part(chosen, context)
-
-    def _biased(self, scores: Tensor) -> Tensor:
-        """What top-k compares: scores with the expert bias, within the best groups only."""
-        config = self.config
-        if config.expert_bias:
-            scores = scores + self.expert_bias
-        if config.num_expert_groups == 1:
-            return scores
-        grouped = scores.unflatten(-1, (config.num_expert_groups, -1))
-        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : config.top_k // config.top_k_groups]
-        groups = _top_k(best.sum(-1), config.top_k_groups)
-        return grouped.masked_fill(~groups[..., None], -math.inf).flatten(-2)
 
     def _gates(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """[s_local, b, num_experts]: the weight of each chosen expert, without the expert bias; 0 for the others."""
@@ -350,12 +344,6 @@ def _masked(x: Tensor, weight: Tensor | None) -> Tensor:
     if weight is None:
         return x
     return x * weight.view(*weight.shape, *[1] * (x.dim() - weight.dim()))
-
-
-def _top_k(scores: Tensor, k: int) -> Tensor:
-    """bool: the k largest of the last dim; of equal ones the first (torch.topk promises no order)."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
 
 def _first_places(priority: Tensor, places: int) -> Tensor:

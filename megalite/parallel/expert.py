@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.axis import Axis, Pending
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.routing import Bags
 from megalite.mpu import ParallelState, make_axis
 from megalite.parallel.collectives import part_sizes
 
@@ -54,27 +56,21 @@ class Spread:
     A token number of `size` stands for a row of zeros (`zeros`: whether there are any).
     """
 
-    def __init__(self, token: Tensor, size: int, *, zeros: bool = False):
+    def __init__(self, token: Tensor, size: int, *, zeros: bool = False, kernels: Kernels | None = None):
         self.token, self.size, self.zeros = token, size, zeros
-        self._bags: tuple[Tensor, Tensor] | None = None
+        self.kernels = kernels if kernels is not None else Kernels()
+        self._bags: Bags | None = None
 
     def out(self, rows: Tensor) -> Tensor:
         """[size, h] -> [n, h]."""
         assert rows.shape[0] == self.size, f"{rows.shape[0]} tokens are not {self.size}"
-        if not self.zeros:
-            return rows.index_select(0, self.token)
-        return F.pad(rows, (0, 0, 0, 1)).index_select(0, self.token)
+        return self.kernels.permute(rows, self.token, zeros=self.zeros)
 
     def home(self, rows: Tensor) -> Tensor:
         """[n, h] -> [size, h], without the rows of unused places; the order of the sum never changes."""
-        if not self.token.numel():
-            return rows.new_zeros(self.size, rows.shape[1])
         if self._bags is None:
-            ordered, order = self.token.sort(stable=True)
-            numbers = torch.arange(self.size + 1, device=ordered.device)
-            self._bags = order, torch.searchsorted(ordered, numbers)
-        # The last bag holds what belongs to no token. The sum is wider than half precision inside.
-        return torch.embedding_bag(rows, *self._bags, mode=0)[0][: self.size]
+            self._bags = Bags.of(self.token, self.size)
+        return self.kernels.unpermute(rows, *self._bags)
 
 
 class Reorder:
@@ -259,7 +255,8 @@ class Dispatcher:
     `parallel.expert_node_size` consecutive ep ranks, then between nodes: fewer and longer messages leave a node.
     """
 
-    def __init__(self, num_experts: int, mpu: ParallelState):
+    def __init__(self, num_experts: int, mpu: ParallelState, kernels: Kernels | None = None):
+        self.kernels = kernels if kernels is not None else Kernels()
         self.num_experts, self.ep, self.etp = num_experts, mpu.ep, mpu.etp
         self.kind = mpu.config.expert_dispatch
         self.cut = mpu.config.cut_expert_tokens or mpu.config.sequence_parallel
@@ -290,7 +287,7 @@ class Dispatcher:
                 route = self._gathered(assignment, self._board(counting))
                 underway = _Underway(rows, route.tokens), _Underway(probs, route.probs)
             else:
-                spread = Spread(assignment.token, tokens.shape[0], zeros=assignment.has_unused)
+                spread = Spread(assignment.token, tokens.shape[0], zeros=assignment.has_unused, kernels=self.kernels)
                 rows = spread.out(rows)  # before the counts are waited for
                 route = self._exchanged(spread, self._board(counting))
                 underway = _Underway(rows, route.tokens[1:]), _Underway(probs, route.probs)
@@ -350,7 +347,7 @@ class Dispatcher:
         token = assignment.token + sources.rank * max(sizes)
         if assignment.has_unused:
             token = token.masked_fill(assignment.token == sizes[sources.rank], end)
-        spread = Spread(_out(token, (gather_probs, *pick)), end, zeros=assignment.has_unused)
+        spread = Spread(_out(token, (gather_probs, *pick)), end, zeros=assignment.has_unused, kernels=self.kernels)
         entered = self._entered()
         return Route((gather_tokens, spread, *entered), (gather_probs, *pick, *entered), counts.sum(0).tolist())
 

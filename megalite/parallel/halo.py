@@ -29,21 +29,16 @@ class Halo:
     send_rows: Sequence[int]
     receive_rows: Sequence[int]
 
-    def fetch(self, inputs: Tensor) -> Callable[[], Tensor]:
-        """Begins to fetch rows of `inputs` [s_local x b, h]; the result waits for them, [n, h]."""
-        return self.axis.start_all_to_all(inputs[self.sent], self.send_rows, self.receive_rows).wait
+    def fetch(self, inputs: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        """Begins to fetch inputs of rows, `inputs` here [n] -> [n, h]; the result waits for them, [n, h]."""
+        return self.axis.start_all_to_all(inputs(self.sent), self.send_rows, self.receive_rows).wait
 
-    def send_home(self, grads: Tensor) -> Callable[[Tensor], None]:
-        """Begins to return gradients of fetched rows; the result waits and adds them to those of this rank's rows."""
+    def send_home(self, grads: Tensor) -> Callable[[], Sequence[tuple[Tensor, Tensor]]]:
+        """Begins to return gradients of fetched rows; the result waits: [(this rank's rows, what to add to theirs)]."""
         pending = self.axis.start_all_to_all(grads, self.receive_rows, self.send_rows)
-
-        def add_to(rows: Tensor) -> None:
-            # No receiver has a row twice, so that the sum over them has one order.
-            sizes = list(self.send_rows)
-            for index, part in zip(self.sent.split(sizes), pending.wait().split(sizes), strict=True):
-                rows[index] += part
-
-        return add_to
+        sizes = list(self.send_rows)
+        # No receiver has a row twice, so that the sum over them has one order.
+        return lambda: list(zip(self.sent.split(sizes), pending.wait().split(sizes), strict=True))
 
 
 def find_halo(cut: RowCut, depth: int) -> Halo | None:

@@ -9,46 +9,55 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.cross_entropy import CrossEntropyConfig
-from megalite.kernels.triton import activation, adamw, cross_entropy, dropout, grad_norm, norm, rope, softmax
+from megalite.kernels.triton import (
+    activation,
+    adamw,
+    cross_entropy,
+    dropout,
+    grad_norm,
+    norm,
+    rope,
+    short_conv,
+    softmax,
+)
 from megalite.testing.kernel_cases import KernelCase
 
-_ROWS = 4
 
-
-def row_cases() -> list[KernelCase]:
-    """All cases; the first of each operation has the sizes of an 8B model."""
+def row_cases(rows: int = 4) -> list[KernelCase]:
+    """All cases with so many rows; the first of each operation has the sizes of an 8B model."""
     return [
-        *_activation_cases(),
-        *_norm_cases(),
-        *_dropout_cases(),
-        *_loss_cases(),
-        *_optimizer_cases(),
-        *_attention_cases(),
+        *_activation_cases(rows),
+        *_norm_cases(rows),
+        *_dropout_cases(rows),
+        *_loss_cases(rows),
+        *_optimizer_cases(rows),
+        *_attention_cases(rows),
+        *_conv_cases(rows),
     ]
 
 
-def _activation_cases() -> list[KernelCase]:
+def _activation_cases(rows: int) -> list[KernelCase]:
     gated = {"swiglu": activation.swiglu_packed, "geglu": activation.geglu_packed}
     cases = [
-        _case(f"{name} {width}", function, [_rows(2 * width)])
+        _case(f"{name} {width}", function, [_rows(rows, 2 * width)])
         for name, function in gated.items()
         for width in (14336, 28672)
     ]
-    gate_up, probs = torch.zeros(_ROWS, 2 * 1536, dtype=torch.bfloat16), torch.zeros(_ROWS)
-    dout = torch.zeros(_ROWS, 1536, dtype=torch.bfloat16)
+    gate_up, probs = torch.zeros(rows, 2 * 1536, dtype=torch.bfloat16), torch.zeros(rows)
+    dout = torch.zeros(rows, 1536, dtype=torch.bfloat16)
     return [
         *cases,
         _case("weighted_swiglu 1536", activation.weighted_swiglu, [gate_up, probs]),
         _case("weighted_swiglu_backward 1536", activation.weighted_swiglu_backward, [dout, gate_up, probs]),
-        _case("bias-gelu 16384", activation.gelu, [_rows(16384), _vector(16384)]),
-        _case("gelu 16384", activation.gelu, [_rows(16384)]),
+        _case("bias-gelu 16384", activation.gelu, [_rows(rows, 16384), _vector(16384)]),
+        _case("gelu 16384", activation.gelu, [_rows(rows, 16384)]),
     ]
 
 
-def _norm_cases() -> list[KernelCase]:
+def _norm_cases(rows: int) -> list[KernelCase]:
     cases = []
     for width in (4096, 128, 2880, 8192, 16384):
-        x, residual, weight, bias = _rows(width), _rows(width), _vector(width), _vector(width)
+        x, residual, weight, bias = _rows(rows, width), _rows(rows, width), _vector(width), _vector(width)
         cases += [
             _case(f"rms_norm {width}", norm.rms_norm, [x, weight], eps=1e-5),
             _case(f"layer_norm {width}", norm.layer_norm, [x, weight, bias], eps=1e-5),
@@ -58,9 +67,9 @@ def _norm_cases() -> list[KernelCase]:
     return cases
 
 
-def _dropout_cases() -> list[KernelCase]:
-    key, tokens = torch.zeros(2, dtype=torch.int32), torch.arange(_ROWS)
-    x, residual, bias = _rows(4096), _rows(4096), _vector(4096)
+def _dropout_cases(rows: int) -> list[KernelCase]:
+    key, tokens = torch.zeros(2, dtype=torch.int32), torch.arange(rows)
+    x, residual, bias = _rows(rows, 4096), _rows(rows, 4096), _vector(4096)
 
     def with_bias(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
         return dropout.bias_dropout_add(x, bias, residual, 0.1, key, tokens)
@@ -74,8 +83,8 @@ def _dropout_cases() -> list[KernelCase]:
     ]
 
 
-def _loss_cases() -> list[KernelCase]:
-    targets, row = torch.zeros(_ROWS, dtype=torch.int64), torch.zeros(_ROWS)
+def _loss_cases(rows: int) -> list[KernelCase]:
+    targets, row = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
 
     def loss(logits: Tensor, terms: CrossEntropyConfig) -> None:
         cross_entropy.ce_stats(logits, targets, terms)
@@ -83,7 +92,7 @@ def _loss_cases() -> list[KernelCase]:
 
     cases = []
     for width in (32000, 128256):
-        logits = torch.zeros(_ROWS, width, dtype=torch.bfloat16)
+        logits = torch.zeros(rows, width, dtype=torch.bfloat16)
         plain = CrossEntropyConfig(vocab_size=width)
         smooth = CrossEntropyConfig(vocab_size=width, label_smoothing=0.1, z_loss=1e-4)
         cases += [
@@ -93,8 +102,8 @@ def _loss_cases() -> list[KernelCase]:
     return cases
 
 
-def _optimizer_cases() -> list[KernelCase]:
-    size = 1 << 16
+def _optimizer_cases(rows: int) -> list[KernelCase]:
+    size = rows << 14
     state = [torch.zeros(size) for _ in range(4)]
     numbers: dict[str, Any] = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
     lowp, scalar = torch.zeros(size, dtype=torch.bfloat16), torch.ones(())
@@ -106,10 +115,10 @@ def _optimizer_cases() -> list[KernelCase]:
     ]
 
 
-def _attention_cases() -> list[KernelCase]:
-    tables = [torch.zeros(_ROWS, 1, 64) for _ in range(2)]
-    partial = [torch.zeros(_ROWS, 1, 16) for _ in range(2)]
-    queries, keys = (torch.zeros(_ROWS, 1, n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (32, 8))
+def _attention_cases(rows: int) -> list[KernelCase]:
+    tables = [torch.zeros(rows, 1, 64) for _ in range(2)]
+    partial = [torch.zeros(rows, 1, 16) for _ in range(2)]
+    queries, keys = (torch.zeros(rows, 1, n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (32, 8))
     cases = [
         _case("rope 32x128", rope.apply_rope, [queries, *tables]),
         _case("rope 8x128", rope.apply_rope, [keys, *tables]),
@@ -117,13 +126,31 @@ def _attention_cases() -> list[KernelCase]:
         _case("rope_partial 32x128", rope.apply_rope, [queries, *partial]),
     ]
     for width in (2048, 8192, 16384):
-        scores = torch.zeros(1, 1, _ROWS, width, dtype=torch.bfloat16, requires_grad=True)
-        mask = torch.ones(1, 1, _ROWS, width, dtype=torch.bool)
+        scores = torch.zeros(1, 1, rows, width, dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.ones(1, 1, rows, width, dtype=torch.bool)
         cases.append(
             _case(f"causal_softmax {width}", softmax.masked_softmax, [scores], mask=None, scale=0.1, causal=True)
         )
         cases.append(_case(f"masked_softmax {width}", softmax.masked_softmax, [scores], mask=mask, scale=0.1))
     return cases
+
+
+def _conv_cases(rows: int) -> list[KernelCase]:
+    """Rows of one document each, and rows of several that are cut over ranks."""
+    hidden, taps = 2048, 3
+    bcx, weight = torch.zeros(rows, 2, 3 * hidden, dtype=torch.bfloat16, requires_grad=True), _vector(hidden * taps)
+    sources = torch.full((taps - 1, 2 * rows), -2, dtype=torch.int32)
+    slot, fetched = torch.zeros(2 * rows, dtype=torch.int32), torch.zeros(3, hidden)
+
+    def cut(bcx: Tensor, weight: Tensor) -> None:
+        out = short_conv.convolve(bcx, weight, sources, fetched)
+        short_conv.convolve_backward(out, bcx, weight, sources, fetched, slot, fetched)
+
+    weight = weight.view(hidden, taps)
+    return [
+        _case(f"short_conv {hidden}", short_conv.gated_short_conv, [bcx, weight]),
+        _case(f"short_conv_cut {hidden}", cut, [bcx.detach(), weight.detach()]),
+    ]
 
 
 def _case(
@@ -140,8 +167,8 @@ def _case(
     return KernelCase(name=name, run=run, narrow=frozenset(narrow))
 
 
-def _rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.zeros(_ROWS, width, dtype=dtype, requires_grad=True)
+def _rows(rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(rows, width, dtype=dtype, requires_grad=True)
 
 
 def _vector(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

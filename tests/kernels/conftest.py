@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.kernels import attention_mask, attention_rows
+
 OWN_PROCESS = ("interpreter", "aot")
 """Folders whose tests need a process of their own: collected only when they are named on the command line."""
 
@@ -24,3 +26,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in blocks so small that short rows have several."""
+    monkeypatch.setattr(attention_mask, "_BLOCK", 16)
+    monkeypatch.setattr(attention_mask, "_WIDTH", 24)
+    monkeypatch.setattr(attention_rows, "_CACHED", 500)

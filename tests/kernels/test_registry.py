@@ -114,8 +114,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_a_backend_with_some_operations_leaves_the_others_to_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"):
         monkeypatch.setitem(sys.modules, module, object())  # pyright: ignore[reportArgumentType]
-    assert "apex" not in OPERATIONS["short_conv"]
-    assert chosen("short_conv", ON_GPU, "apex") == "torch"
+    assert "apex" not in OPERATIONS["permute"]
+    assert chosen("permute", dataclasses.replace(ON_GPU, dtype=torch.float64), "apex") == "torch"
     assert chosen("adamw", ON_GPU, "apex") == "apex"
     assert chosen("sum_of_squares", dataclasses.replace(ON_GPU, compile=False), "auto") != "apex", "it may overflow"
 

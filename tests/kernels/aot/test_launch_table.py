@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from megalite.kernels.triton import launch
-from megalite.kernels.triton.launch import Launch, launch_row, launch_table
-from megalite.testing.kernel_cases import KernelCase
+from megalite.kernels.triton.launch import launch_row, launch_table
+from megalite.testing.kernel_tuning import rows_of_cases
 from megalite.testing.matrix_cases import matrix_cases
 from megalite.testing.row_cases import row_cases
 from megalite.testing.triton_aot import TARGETS, stub_driver
 
 
-def rows_used(cases: list[KernelCase], target: str, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
-    """(kernel, arch, dtype, up_to) of the rows that launches of these cases look up."""
-    used, find = set[tuple[Any, ...]](), launch._find
-
-    def recorded(*key: Any) -> Launch:
-        row = find(*key)
-        used.add((row.kernel, row.arch, row.dtype, row.up_to))
-        return row
-
-    monkeypatch.setattr(launch, "_find", recorded)
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: None)
-    monkeypatch.setattr(driver, "_active", stub_driver(target))
-    for case in cases:
-        case.run()
-    return used
-
-
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_row_is_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = rows_used([*row_cases(), *matrix_cases()], target, monkeypatch)
+def test_every_row_is_compiled(target: str) -> None:
+    used = rows_of_cases([*row_cases(), *matrix_cases()], target).keys()
     groups = [rows for (_, arch, _), rows in launch_table().items() if arch == target.replace("_", "")]
-    table = [row for rows in groups for row in rows]
-    assert {(row.kernel, row.arch, row.dtype, row.up_to) for row in table} == used
+    assert {row for rows in groups for row in rows} == used
 
 
 def test_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
