@@ -73,7 +73,9 @@ class RunCheckpoints:
         Raises ResumeError, and CheckpointError when the files cannot be used here.
         """
         manifest = self._load(path)
-        self._training.num_skipped = manifest.state.get("skipped", 0)
+        self._training.num_skipped = skipped = manifest.state.get("skipped", 0)
+        batch = self._config.train.global_batch_size
+        self._training.skipped_samples = manifest.state.get("skipped_samples", skipped * batch)
         told = same_run(self._config, manifest, path)
         there = {"data.fingerprint": manifest.state.get("data")}
         here = {"data.fingerprint": self._training.datasets.fingerprint}
@@ -117,9 +119,10 @@ class RunCheckpoints:
         """The counters after `step` steps, and what a run that goes on from them must agree with."""
         training = self._training
         state: dict[str, Any] = {
-            "samples": step * self._config.train.global_batch_size,
+            "samples": self._config.train.batch_sizes.before(step),
             "updates": training.optimizer.steps,
             "skipped": training.num_skipped,
+            "skipped_samples": training.skipped_samples,
             "orders": list(training.datasets.orders),
             "data": training.datasets.fingerprint,
             "config": identity(self._config) | {"train.num_steps": self._config.train.num_steps},

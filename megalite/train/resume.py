@@ -27,7 +27,7 @@ _NO_DIFFERENCE = (
 )  # fmt: skip
 """Settings that may change freely: they decide where things are, how fast they go and how precisely state is stored.
 What data.paths hold is compared as data.fingerprint, and data.num_samples as the order that was begun."""
-_NEVER = ("train.seed", "train.global_batch_size", "data.seq_len")
+_NEVER = ("train.seed", "train.global_batch_size", "train.batch_ramp", "data.seq_len")
 """Settings that decide which samples a step consumes: with others the data would not go on where they stopped."""
 
 
@@ -101,7 +101,7 @@ def identity(config: ResumeSections) -> dict[str, Any]:
     sections = {"model": config.model, "data": config.data, "optim": config.optim}
     found = {f"{name}.{field}": value for name, section in sections.items() for field, value in _fields(section)}
     found = {name: value for name, value in found.items() if name not in _NO_DIFFERENCE}
-    train = {"train.seed": config.train.seed, "train.global_batch_size": config.train.global_batch_size}
+    train = {f"train.{name}": getattr(config.train, name) for name in ("seed", "global_batch_size", "batch_ramp")}
     return json.loads(json.dumps(train | found))
 
 
