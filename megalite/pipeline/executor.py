@@ -67,7 +67,8 @@ class Executor:
 
     Every rank of the layout constructs it with the same plan, which is compared. `replan` makes the plan of a step with
     another number of micro-batches (while a batch ramp lasts), on the same stages; it is called once for each. `trace`,
-    which may be set at any time between runs, is called after each action; on CUDA each action is then waited for, which costs some overlap.
+    which may be set at any time between runs, is called after each action; on CUDA each action is then waited for,
+    which costs some overlap.
     `peak_activations` and `peak_until_weight_grad` hold the most (stage, microbatch) activations that were alive at a
     time in the last run, until their B or I, and until their B or W.
     """

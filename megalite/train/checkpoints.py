@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint import store
+import torch
+
+from megalite.checkpoint import fingerprint, store
 from megalite.checkpoint.agree import on_first
 from megalite.checkpoint.background import BackgroundSaver, Saved
 from megalite.checkpoint.manifest import Manifest, Tensors
@@ -125,6 +127,8 @@ class RunCheckpoints:
             "skipped_samples": training.skipped_samples,
             "orders": list(training.datasets.orders),
             "data": training.datasets.fingerprint,
+            "fingerprints": fingerprint.of_tensors(state_tensors(training), self._mpu),
+            "threads": torch.get_num_threads(),
             "config": identity(self._config) | {"train.num_steps": self._config.train.num_steps},
         }
         if (scaler := training.optimizer.scaler) is not None:
