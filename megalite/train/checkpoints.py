@@ -24,6 +24,7 @@ from megalite.train.resume import (
     checkpoints_of,
     find_origin,
     identity,
+    is_allowed,
     refuse_differences,
     same_run,
 )
@@ -33,6 +34,10 @@ from megalite.train.step import Training
 logger = logging.getLogger("megalite")
 
 __all__ = ["ResumeError", "RunCheckpoints", "state_tensors"]
+
+
+_SAME_VALUES = {"parameter": (MASTER,), MASTER: ("parameter",)}
+"""Where another precision has the weights: float32 ones come from the masters of a bf16 run, and become masters."""
 
 
 class RunCheckpoints:
@@ -103,10 +108,15 @@ class RunCheckpoints:
 
     def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
         optimizer = self._training.optimizer
-        # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
-        manifest = store.load(path, state_tensors(self._training), self._mpu, optional=[MASTER, *optional])
-        if MASTER not in manifest.kinds:
-            optimizer.refresh_master()
+        tensors = state_tensors(self._training)
+        if is_allowed("train.precision", self._config.checkpoint.allow):
+            optional = [kind for kind in optional if kind != MASTER]  # weights are there, in some precision
+            manifest = store.load(path, tensors, self._mpu, optional=optional, instead=_SAME_VALUES)
+        else:
+            # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
+            manifest = store.load(path, tensors, self._mpu, optional=[MASTER, *optional])
+            if MASTER not in manifest.kinds:
+                optimizer.refresh_master()
         updates = manifest.state.get("updates")
         if type(updates) is not int:
             raise ResumeError(
