@@ -86,7 +86,7 @@ def test_it_is_refused_by_name_unless_it_is_allowed(
     tokens: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(SINGLE, config_of(tokens, tmp_path, "bf16"), tmp_path / "run")
-    plain = dataclasses.replace(config_of(tokens, tmp_path, "fp32", allow=()))
+    plain = config_of(tokens, tmp_path, "fp32", allow=())
     resumed = dataclasses.replace(plain, train=dataclasses.replace(plain.train, resume="auto"))
     training = build_training(plain, SINGLE, CPU)
     with pytest.raises(
