@@ -63,7 +63,9 @@ def resumed(config: Config, **settings: Any) -> Config:
     return changed(config, {"train.resume": "auto"} | {k.replace("__", "."): v for k, v in settings.items()})
 
 
-def test_resuming_is_bit_equal(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_resuming_is_bit_equal(config: Config, tmp_path: Path, optimizer: str) -> None:
+    config = changed(config, {"optim.name": optimizer, "optim.momentum": 0.9})
     whole = run(config, tmp_path / "whole")
     first = run(config, tmp_path / "run", stop=2)
     assert first + run(resumed(config), tmp_path / "run") == whole
@@ -114,6 +116,7 @@ def test_a_resume_may_move_data_and_change_what_is_fast(config: Config, tmp_path
     )  # fmt: skip
     for a, b in zip(run(moved, tmp_path / "run"), expected, strict=True):
         assert (a.loss, a.sample_fingerprint) == (pytest.approx(b.loss, rel=1e-4), b.sample_fingerprint)
+        assert a.learning_rate == b.learning_rate  # by steps, not by micro-batches
 
 
 @pytest.mark.parametrize(
