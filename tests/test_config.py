@@ -353,6 +353,26 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
     ("changes", "world_size", "said"),
     [
         ({"parallel": {"tp": 3}}, 4, "world size 4 is not divisible"),
+        (
+            {"train": {"global_batch_size": 32, "batch_ramp": (6, 2, 90), "micro_batch_size": 2}},
+            2,
+            "train.batch_ramp=[6, 2, 90] has batches of 6, 10, 14 and 3 more rows, not divisible by micro_batch_size *"
+            " dp = 2 * 2 = 4; start and increment must be multiples of 4",
+        ),
+        (
+            {"train": {"global_batch_size": 32, "batch_ramp": (8, 16, 90)}},
+            1,
+            "train.batch_ramp=[8, 16, 90]: steps of 16 do not lead from 8 to global_batch_size=32; they do to 24 and"
+            " 40",
+        ),
+        (
+            {
+                "parallel": {"pp": 2, "schedule": "dualpipe"},
+                "train": {"global_batch_size": 32, "micro_batch_size": 2, "batch_ramp": (6, 26, 90)},
+            },
+            2,
+            "and 3 micro-batches (6 rows / (micro_batch_size * dp))",
+        ),
         ({"parallel": {"cp": 4, "cp_mode": "ulysses_ring", "cp_ulysses": 3}}, 4, "it can be 1, 2, 4"),
         (
             {"parallel": {"cp": 4, "tp": 4, "cp_mode": "ulysses"}},

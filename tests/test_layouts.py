@@ -11,11 +11,12 @@ import pytest
 
 import megalite.testing.layouts as layouts_module
 import megalite.train.step as step_module
+from megalite.config import check
 from megalite.kernels.config import KernelConfig
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
 from megalite.optim.optimizer import Optimizer
-from megalite.testing.layouts import LayoutDifference, prove_layouts
+from megalite.testing.layouts import LayoutDifference, proof_config, prove_layouts
 from megalite.testing.world import World
 from megalite.train.step import StepResult, Training
 from tests.tiny import config_for
@@ -84,6 +85,28 @@ def test_explicit_uneven_stages(tokens: str, references: Path, world: World) -> 
     layout = dataclasses.replace(layout, parallel=ParallelConfig(pp=3, layers_per_stage=(0, 3, 1)))
     (difference,) = prove_layouts(config, [layout], world, references)
     assert difference.passed, difference.first_diff
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", "dp2"),
+        ("llama", "pp2"),
+        pytest.param("moe", "dp2+ep2+zero3+mbs1", marks=pytest.mark.full),
+        pytest.param("gpt2", "pp2v2:interleaved+dp2+mbs1", marks=pytest.mark.full),
+        pytest.param("gpt2", "pp2:zb_v+tp2+mbs1", marks=pytest.mark.full),
+        pytest.param("llama", "pp2:dualpipe+mbs1", marks=pytest.mark.full),
+    ],
+)
+def test_a_growing_batch(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    """Steps of 4, 4, 10 and 16 rows: another number of micro-batches, and so another plan, from step to step."""
+    ramp = (8, 4, 40) if layout == "pp2:dualpipe+mbs1" else (4, 6, 15)
+    config = config_for(model, tokens, references, batch_ramp=ramp)
+    parsed = parse_layout(layout)
+    check(proof_config(parsed.apply(config), 4), parsed.num_ranks)
+    (difference,) = prove_layouts(config, [parsed], world, references, num_steps=4, timeout=120.0)
+    assert difference.passed, difference.first_diff
+    assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
 
 
 def test_the_order_of_the_axes_is_a_deployment_detail(tokens: str, references: Path, world: World) -> None:

@@ -95,6 +95,35 @@ def test_a_run_goes_on_in_another_layout(config: Path, tmp_path: Path) -> None:
         assert abs(a["loss"] - b["loss"]) < 1e-10 and abs(a["grad_norm"] - b["grad_norm"]) < 1e-10
 
 
+@pytest.mark.full
+def test_eight_ranks_then_one_then_four(config: Path, tmp_path: Path) -> None:
+    """tp2 pp2 dp2 with ZeRO 1 to step 4, one rank for a step, tp2 dp2 with ZeRO 3 to the end: as one rank alone."""
+    settings = (
+        "--train.precision", "fp64", "--optim.schedule", "constant", "--train.global-batch-size", "16",
+        "--train.batch-ramp", "8", "4", "36",
+    )  # fmt: skip
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    done = _run(1, config, whole, *settings, "--train.num-steps", "6")
+    assert done.returncode == 0, done.stderr
+    sessions = (
+        (8, "4", ("--parallel.tp", "2", "--parallel.pp", "2", "--parallel.zero", "1")),
+        (1, "5", ()),
+        (4, "6", ("--parallel.tp", "2", "--parallel.zero", "3")),
+    )
+    for ranks, steps, options in sessions:
+        session = ("--train.resume", "auto", "--train.num-steps", steps, "--checkpoint.keep-last", "1")
+        done = _run(ranks, config, moved, *settings, *session, *options)
+        assert done.returncode == 0, done.stderr
+    one, other = _rows(whole), _rows(moved)
+    assert [row["samples"] for row in one] == [8, 16, 24, 36, 52, 68]
+    assert [row["step"] for row in other] == list(range(1, 7))
+    for a, b in zip(one, other, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
+        exact = ("learning_rate", "tokens", "samples", "loss_tokens", "sample_fingerprint", "skipped")
+        assert [a[name] for name in exact] == [b[name] for name in exact]
+
+
 def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: Path) -> None:
     """The checkpoint of a V placement resumes, and the trace holds each action of the plan once, in its order."""
     layout = ("--parallel.pp", "2", "--parallel.schedule", "zb_v", "--train.trace-pipeline")

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.folder import Folder
-from megalite.checkpoint.manifest import Held, Manifest, Overlap, Piece
+from megalite.checkpoint.manifest import Entry, Held, Manifest, Overlap, Piece
 from megalite.checkpoint.tensors import TensorFile, names_beyond_end
 
 THREADS = 2
 """Stored rectangles read at once; each takes its own memory, unless it is put into place at once."""
 
+_FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Dtypes that may be converted, and their bytes."""
+
 Target = tuple[Held, Overlap]
 """A rectangle in memory, and where it meets a stored one."""
 
 
-def find(manifest: Manifest, piece: Held) -> list[Overlap]:
-    """Where a rectangle is stored; raises CheckpointError when the checkpoint holds something else."""
+Instead = Mapping[str, Sequence[str]]
+"""Kinds that hold the same values in another precision, by kind: a load that has it may convert."""
+
+
+def find(manifest: Manifest, piece: Held, instead: Instead | None = None) -> list[Overlap]:
+    """Where a rectangle is stored; raises CheckpointError when the checkpoint holds something else.
+
+    instead: floating-point numbers may be of another dtype; of the kinds that have them, that with the dtype asked for
+    is taken, or else the widest.
+    """
     entry, shape = manifest.tensors.get(piece.key), piece.shard.shape
+    if instead is not None:
+        entry = _nearest(manifest, piece, instead)
     if entry is None:
         raise CheckpointError(f"{piece.key} is not in the checkpoint: the model or the optimizer is another")
-    if entry.shape != shape or entry.dtype != piece.dtype:
+    converts = instead is not None and {entry.dtype, piece.dtype} <= _FLOATS.keys()
+    if entry.shape != shape or (entry.dtype != piece.dtype and not converts):
         there, here = f"{entry.dtype} {list(entry.shape)}", f"{piece.dtype} {list(shape)}"
         raise CheckpointError(
             f"{piece.key} is {there} in the checkpoint, {here} here: the model or precision is another"
+            + (" (--checkpoint.allow train.precision converts)" if entry.shape == shape else "")
         )
     try:
         return list(entry.overlaps(piece.offset, piece.sizes))
     except CheckpointError as error:
         raise CheckpointError(f"{piece.key}: {error}") from error
+
+
+def _nearest(manifest: Manifest, piece: Held, instead: Instead) -> Entry | None:
+    """What holds the values of a rectangle, if not in its dtype then in the widest."""
+    kind, _, name = piece.key.partition("/")
+    kinds = (kind, *(other for other in instead.get(kind, ()) if other != kind))
+    found = [entry for k in kinds if (entry := manifest.tensors.get(f"{k}/{name}")) is not None]
+    return max(found, key=lambda e: (e.dtype == piece.dtype, _FLOATS.get(e.dtype, 0)), default=None)
 
 
 def check_complete(manifest: Manifest, wanted: set[str]) -> None:

@@ -25,7 +25,7 @@ from megalite.checkpoint.agree import on_first, together
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.folder import MANIFEST, Draft, Folder, folder_at
 from megalite.checkpoint.manifest import Entry, Held, Manifest, Piece, Tensors, held, layout_of
-from megalite.checkpoint.reading import check_complete, check_files, find, read_tensors, verify_files
+from megalite.checkpoint.reading import Instead, check_complete, check_files, find, read_tensors, verify_files
 from megalite.checkpoint.tensors import FileMark, write_tensors
 from megalite.mpu import ParallelState
 
@@ -218,32 +218,43 @@ def load_latest(run_dir: str | Path, tensors: Tensors, mpu: ParallelState) -> Ma
     return load(run_dir, tensors, mpu) if found is not None else None
 
 
-def load(folder: str | Path, tensors: Tensors, mpu: ParallelState, *, optional: Sequence[str] = ()) -> Manifest:
+def load(
+    folder: str | Path,
+    tensors: Tensors,
+    mpu: ParallelState,
+    *,
+    optional: Sequence[str] = (),
+    instead: Instead | None = None,
+) -> Manifest:
     """Loads the checkpoint in `folder` (a checkpoint, or a run whose latest is meant) into `tensors`, in place.
 
     As `load_latest`, but a checkpoint that is not there is an error. optional: kinds that it need not have (see
-    `Manifest.kinds`); their tensors are then left as they are.
+    `Manifest.kinds`); their tensors are then left as they are. instead: see `find`; a dtype may then be another.
     """
     what = f"cannot load {folder}"
     while True:
         place = on_first(mpu, what, lambda: find_checkpoint(folder))
         before = on_first(mpu, what, lambda place=place: _manifest_of(place))
         try:
-            return _load(folder_at(place), what, tensors, mpu, optional)
+            return _load(folder_at(place), what, tensors, mpu, optional, instead)
         except CheckpointError:
             if not on_first(mpu, what, lambda place=place, before=before: _has_moved_on(folder, place, before)):
                 raise
             logger.info("%s has a newer checkpoint, and that of before is gone: reading the new one", folder)
 
 
-def _load(place: Folder, what: str, tensors: Tensors, mpu: ParallelState, optional: Sequence[str]) -> Manifest:
+def _load(
+    place: Folder, what: str, tensors: Tensors, mpu: ParallelState, optional: Sequence[str], instead: Instead | None
+) -> Manifest:
     # Read once: a run may save the same step again in the meantime.
     manifest = on_first(mpu, what, lambda: _checked(place))
 
     def read() -> set[str]:
         asked = {kind: of_kind for kind, of_kind in tensors.items() if kind not in optional or kind in manifest.kinds}
         pieces = list(held(asked))
-        read_tensors(place, manifest, [(piece, overlap) for piece in pieces for overlap in find(manifest, piece)])
+        read_tensors(
+            place, manifest, [(piece, overlap) for piece in pieces for overlap in find(manifest, piece, instead)]
+        )
         return {piece.key for piece in pieces}
 
     keys = set().union(*together(mpu, what, read))

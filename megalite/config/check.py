@@ -235,7 +235,9 @@ def _pipeline_problems(config: Config, dp: int | None) -> list[str]:
     found: list[str] = []
     plan = None
     try:
-        plan = _plan(config, dp)
+        plan = _plan(config, dp, config.train.global_batch_size)
+        for rows in _ramp(config):
+            _plan(config, dp, rows)
     except (PlanError, OSError) as error:
         found.append(str(error))
     found += _stage_problems(config, plan)
@@ -265,8 +267,17 @@ def _stage_problems(config: Config, plan: Plan | None) -> list[str]:
     return found
 
 
-def _plan(config: Config, dp: int | None) -> Plan | None:
-    """The plan of a step, lowered and so proved; None when its sizes are not known. Raises PlanError without one."""
+def _ramp(config: Config) -> tuple[int, ...]:
+    """The batches of a ramp that makes sense, without the last size."""
+    sizes = config.train.batch_sizes
+    return () if sizes.problems() else sizes.all[:-1]
+
+
+def _plan(config: Config, dp: int | None, rows: int) -> Plan | None:
+    """The plan of a step of so many rows, lowered and so proved; None when its sizes are not known.
+
+    Raises PlanError where there is none.
+    """
     parallel, train = config.parallel, config.train
     if parallel.schedule not in SCHEDULES and not parallel.schedule.startswith("csv:"):
         close = difflib.get_close_matches(parallel.schedule, SCHEDULES, n=1)
@@ -274,7 +285,7 @@ def _plan(config: Config, dp: int | None) -> Plan | None:
         raise PlanError(f"parallel.schedule={parallel.schedule!r} is not known; {hint}")
     if dp is None or train.micro_batch_size < 1:
         return None
-    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    num_microbatches, rest = divmod(rows, train.micro_batch_size * dp)
     if num_microbatches < 1 or rest:
         return None
     try:
@@ -282,7 +293,7 @@ def _plan(config: Config, dp: int | None) -> Plan | None:
     except PlanError as error:
         raise PlanError(
             f"parallel.schedule={parallel.schedule} has no plan for parallel.pp={parallel.pp}, vpp={parallel.vpp} and"
-            f" {num_microbatches} micro-batches (global_batch_size / (micro_batch_size * dp)): {error}"
+            f" {num_microbatches} micro-batches ({rows} rows / (micro_batch_size * dp)): {error}"
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.data.batch_sizes import BatchSizes, Ramp
 from megalite.data.rows import Sample, SampleSource
 
 FINGERPRINT_MODULUS = 1 << 48
@@ -45,10 +47,11 @@ def fold_fingerprint(total: int) -> int:
 class GlobalBatches:
     """Cuts a dataset into global batches and takes one data-parallel rank's share of each.
 
-    Step k consumes the `global_batch_size` samples from `consumed` (by default k x global_batch_size) on. Micro-batch j
-    of rank r holds the `micro_batch_size` samples at j x micro_batch_size x dp_size + r x micro_batch_size, so the
-    global batch is the same whatever dp_size and micro_batch_size are. A pure function of the sample number: there
-    is no state to save. Raises ValueError when the sizes do not divide.
+    Step k consumes the samples from `consumed` on, by default those that follow on the ones of the steps before it:
+    `global_batch_size` of them, or fewer while the `ramp` (BatchSizes) lasts. Micro-batch j of rank r holds the
+    `micro_batch_size` samples at j x micro_batch_size x dp_size + r x micro_batch_size, so the global batch is the same
+    whatever dp_size and micro_batch_size are. A pure function of the sample number: there is no state to save. Raises
+    ValueError when the sizes do not divide.
     """
 
     dataset: SampleSource
@@ -56,6 +59,7 @@ class GlobalBatches:
     micro_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
+    ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
         if min(self.global_batch_size, self.micro_batch_size) < 1:
@@ -64,13 +68,25 @@ class GlobalBatches:
                 " must be at least 1"
             )
         assert 0 <= self.dp_rank < self.dp_size, f"rank {self.dp_rank} of {self.dp_size}"
-        if self.global_batch_size % self.rows_at_once:
-            good = [m for m in range(1, self.global_batch_size + 1) if self.global_batch_size % (m * self.dp_size) == 0]
-            fix = f"micro_batch_size can be {', '.join(map(str, good))}" if good else "no micro_batch_size fits this dp"
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} is not divisible by micro_batch_size * dp ="
-                f" {self.micro_batch_size} * {self.dp_size} = {self.rows_at_once}; {fix}"
-            )
+        if problems := self.sizes.problems():
+            raise ValueError(f"batch ramp {self.ramp}: {problems[0]}")
+        for size in self.sizes.all:
+            if size % self.rows_at_once:
+                raise ValueError(self._does_not_divide(size))
+
+    def _does_not_divide(self, size: int) -> str:
+        good = [m for m in range(1, size + 1) if not any(n % (m * self.dp_size) for n in self.sizes.all)]
+        fix = f"micro_batch_size can be {', '.join(map(str, good))}" if good else "no micro_batch_size fits this dp"
+        name = "global_batch_size" if size == self.global_batch_size else "a batch of the ramp"
+        return (
+            f"{name}={size} is not divisible by micro_batch_size * dp ="
+            f" {self.micro_batch_size} * {self.dp_size} = {self.rows_at_once}; {fix}"
+        )
+
+    @cached_property
+    def sizes(self) -> BatchSizes:
+        """Samples of every global batch."""
+        return BatchSizes(final=self.global_batch_size, ramp=self.ramp)
 
     @property
     def rows_at_once(self) -> int:
@@ -79,20 +95,20 @@ class GlobalBatches:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of one rank in a step."""
+        """Micro-batches of one rank in a step, after the ramp if there is one."""
         return self.global_batch_size // self.rows_at_once
 
     def sample_numbers(self, step: int, consumed: int | None = None) -> NDArray[np.int64]:
-        """int64 [num_microbatches, micro_batch_size]: the absolute numbers of this rank's samples."""
-        first = step * self.global_batch_size if consumed is None else consumed
-        starts = np.arange(self.num_microbatches, dtype=np.int64) * self.rows_at_once
+        """int64 [micro-batches, micro_batch_size]: the absolute numbers of this rank's samples."""
+        first = self.sizes.before(step) if consumed is None else consumed
+        starts = np.arange(self.sizes.of(step) // self.rows_at_once, dtype=np.int64) * self.rows_at_once
         mine = self.dp_rank * self.micro_batch_size + np.arange(self.micro_batch_size, dtype=np.int64)
         return first + starts[:, None] + mine[None, :]
 
     def load(self, step: int, consumed: int | None = None) -> LocalBatch:
         """The micro-batches of a step, with what the ranks must add up before it; IndexError beyond the data."""
         numbers = self.sample_numbers(step, consumed)
-        end = int(numbers[0, 0]) - self.dp_rank * self.micro_batch_size + self.global_batch_size
+        end = int(numbers[0, 0]) - self.dp_rank * self.micro_batch_size + self.sizes.of(step)
         if end > len(self.dataset):
             raise IndexError(
                 f"step {step} needs samples up to {end}, the dataset has {len(self.dataset)}; ask for more samples"

@@ -65,8 +65,10 @@ class _Step:
 class Executor:
     """Runs `plan` on this rank's `stages`, by stage number; their gradients are reduced by `reducers`.
 
-    Every rank of the layout constructs it with the same plan, which is compared. `trace`, which may be set at any time
-    between runs, is called after each action; on CUDA each action is then waited for, which costs some overlap.
+    Every rank of the layout constructs it with the same plan, which is compared. `replan` makes the plan of a step with
+    another number of micro-batches (while a batch ramp lasts), on the same stages; it is called once for each. `trace`,
+    which may be set at any time between runs, is called after each action; on CUDA each action is then waited for,
+    which costs some overlap.
     `peak_activations` and `peak_until_weight_grad` hold the most (stage, microbatch) activations that were alive at a
     time in the last run, until their B or I, and until their B or W.
     """
@@ -79,13 +81,15 @@ class Executor:
         mpu: ParallelState,
         device: torch.device,
         *,
+        replan: Callable[[int], Plan] | None = None,
         trace: Trace | None = None,
     ):
         if plan.num_ranks != mpu.pp.size:
             raise PlanError(f"{plan.name} is a plan for {plan.num_ranks} pipeline ranks; parallel.pp={mpu.pp.size}")
         assert set(stages) == set(plan.stages_of(mpu.pp.rank)), f"stages {sorted(stages)} are not this rank's"
-        self._plan = lower(plan, reduce_each_pass=mpu.config.zero >= 2)
-        agree(self._plan, mpu.world)
+        self._world, self._replan, self._reduce_each_pass = mpu.world, replan, mpu.config.zero >= 2
+        self._plan = self._ready(plan)
+        self._plans = {plan.num_microbatches: self._plan}
         self._evaluations: dict[int, Plan] = {}
         self._stages, self._reducers = dict(stages), dict(reducers)
         self._axis, self._device, self.trace = mpu.pp, device, trace
@@ -114,9 +118,7 @@ class Executor:
         float32, of this rank's pipeline alone; zero on ranks without the last stage.
         """
         assert not self._plan.forward_only, f"{self._plan.name} has no backward"
-        plan = self._plan
-        if len(microbatches) != plan.num_microbatches:
-            raise PlanError(f"{len(microbatches)} microbatches for {plan.name}, planned for {plan.num_microbatches}")
+        plan = self._plan_for(len(microbatches))
         step = self._begin(microbatches, grad_scale, training=True)
         self._execute(plan, step)
         # Ranks that share a stage, by ties or in a bidirectional pipeline, meet in the order of the model.
@@ -130,6 +132,26 @@ class Executor:
         step = self._begin(microbatches, 0.0, training=False)
         self._execute(self._evaluation(len(microbatches)), step)
         return step.loss
+
+    def _plan_for(self, num_microbatches: int) -> Plan:
+        """The plan of a training step; all of them place the stages in the same way."""
+        if num_microbatches not in self._plans:
+            usual = self._plan
+            if self._replan is None:
+                raise PlanError(
+                    f"{num_microbatches} microbatches for {usual.name}, planned for {usual.num_microbatches}"
+                )
+            plan = self._ready(self._replan(num_microbatches))
+            assert plan.num_microbatches == num_microbatches, f"{plan.name} is for {plan.num_microbatches} microbatches"
+            assert (plan.placement, plan.num_chains) == (usual.placement, usual.num_chains), "the stages have moved"
+            self._plans[num_microbatches] = plan
+        return self._plans[num_microbatches]
+
+    def _ready(self, plan: Plan) -> Plan:
+        """`plan` with its messages; every rank calls it with the same one."""
+        plan = lower(plan, reduce_each_pass=self._reduce_each_pass)
+        agree(plan, self._world)
+        return plan
 
     def _evaluation(self, num_microbatches: int) -> Plan:
         if num_microbatches not in self._evaluations:

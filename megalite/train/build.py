@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -113,7 +115,10 @@ def build_training(
     use ragged loss masks).
     """
     datasets = datasets if datasets is not None else _datasets(config, orders)
-    batches = _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train)
+    batches = dataclasses.replace(
+        _batches(config, mpu, wrap_data(datasets.train) if wrap_data is not None else datasets.train),
+        ramp=config.train.batch_ramp,
+    )
     plan = plan_of(config.parallel, batches.num_microbatches)
     layers = stage_layers(config.model, config.parallel, plan)
     stages = build_stages(config, mpu, plan, layers, device)
@@ -134,7 +139,7 @@ def build_training(
         layers=layers,
         stages=stages,
         data_parallels=data_parallels,
-        executor=Executor(plan, stages, data_parallels, mpu, device),
+        executor=Executor(plan, stages, data_parallels, mpu, device, replan=partial(plan_of, config.parallel)),
         optimizer=Optimizer(
             config.optim,
             list(data_parallels.values()),
@@ -159,7 +164,7 @@ def _datasets(config: Sections, orders: Sequence[int]) -> Datasets:
     return build_datasets(
         config.data,
         seed=train.seed,
-        num_samples=train.num_steps * train.global_batch_size,
+        num_samples=train.batch_sizes.before(train.num_steps),
         num_validation_samples=train.eval_steps * train.global_batch_size if evaluates else 0,
         vocab_size=config.model.vocab_size,
         orders=orders,

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint import store
+import torch
+
+from megalite.checkpoint import fingerprint, store
 from megalite.checkpoint.agree import on_first
 from megalite.checkpoint.background import BackgroundSaver, Saved
 from megalite.checkpoint.manifest import Manifest, Tensors
@@ -22,6 +24,7 @@ from megalite.train.resume import (
     checkpoints_of,
     find_origin,
     identity,
+    is_allowed,
     refuse_differences,
     same_run,
 )
@@ -31,6 +34,10 @@ from megalite.train.step import Training
 logger = logging.getLogger("megalite")
 
 __all__ = ["ResumeError", "RunCheckpoints", "state_tensors"]
+
+
+_SAME_VALUES = {"parameter": (MASTER,), MASTER: ("parameter",)}
+"""Where another precision has the weights: float32 ones come from the masters of a bf16 run, and become masters."""
 
 
 class RunCheckpoints:
@@ -73,7 +80,9 @@ class RunCheckpoints:
         Raises ResumeError, and CheckpointError when the files cannot be used here.
         """
         manifest = self._load(path)
-        self._training.num_skipped = manifest.state.get("skipped", 0)
+        self._training.num_skipped = skipped = manifest.state.get("skipped", 0)
+        batch = self._config.train.global_batch_size
+        self._training.skipped_samples = manifest.state.get("skipped_samples", skipped * batch)
         told = same_run(self._config, manifest, path)
         there = {"data.fingerprint": manifest.state.get("data")}
         here = {"data.fingerprint": self._training.datasets.fingerprint}
@@ -99,10 +108,15 @@ class RunCheckpoints:
 
     def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
         optimizer = self._training.optimizer
-        # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
-        manifest = store.load(path, state_tensors(self._training), self._mpu, optional=[MASTER, *optional])
-        if MASTER not in manifest.kinds:
-            optimizer.refresh_master()
+        tensors = state_tensors(self._training)
+        if is_allowed("train.precision", self._config.checkpoint.allow):
+            optional = [kind for kind in optional if kind != MASTER]  # weights are there, in some precision
+            manifest = store.load(path, tensors, self._mpu, optional=optional, instead=_SAME_VALUES)
+        else:
+            # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
+            manifest = store.load(path, tensors, self._mpu, optional=[MASTER, *optional])
+            if MASTER not in manifest.kinds:
+                optimizer.refresh_master()
         updates = manifest.state.get("updates")
         if type(updates) is not int:
             raise ResumeError(
@@ -117,11 +131,14 @@ class RunCheckpoints:
         """The counters after `step` steps, and what a run that goes on from them must agree with."""
         training = self._training
         state: dict[str, Any] = {
-            "samples": step * self._config.train.global_batch_size,
+            "samples": self._config.train.batch_sizes.before(step),
             "updates": training.optimizer.steps,
             "skipped": training.num_skipped,
+            "skipped_samples": training.skipped_samples,
             "orders": list(training.datasets.orders),
             "data": training.datasets.fingerprint,
+            "fingerprints": fingerprint.of_tensors(state_tensors(training), self._mpu),
+            "threads": torch.get_num_threads(),
             "config": identity(self._config) | {"train.num_steps": self._config.train.num_steps},
         }
         if (scaler := training.optimizer.scaler) is not None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from megalite.data.batch_sizes import BatchSizes
 from megalite.nn.recompute import recompute_problem
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -24,6 +25,9 @@ class TrainConfig:
     """Optimizer steps in all, over every resume."""
     global_batch_size: int = 32
     """Rows in an optimizer step, over all data-parallel ranks and micro-batches."""
+    batch_ramp: tuple[int, int, int] | None = None
+    """Begin with smaller batches: start, increment, samples. The batch grows from start to global_batch_size by the
+    increment, in equal parts of so many samples (--rampup-batch-size of Megatron-LM)."""
     micro_batch_size: int = 2
     """Rows that go through the model at once; changes memory and speed, never the result."""
     precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"] = "fp32"
@@ -81,6 +85,11 @@ class TrainConfig:
         """The dtype of the model's parameters and activations."""
         return _DTYPES[self.precision]
 
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every global batch."""
+        return BatchSizes(final=self.global_batch_size, ramp=self.batch_ramp)
+
     def problems(self, dp: int | None = None) -> list[str]:
         """Everything wrong with this section, given the data-parallel size where it is known."""
         found = [
@@ -106,9 +115,24 @@ class TrainConfig:
             found.append(f"train.record_router={self.record_router} must be steps from 1")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             found.append(f"train.peak_tflops={self.peak_tflops} must be positive")
+        ramp = [f"train.batch_ramp={list(self.batch_ramp or ())}: {text}" for text in self.batch_sizes.problems()]
         if dp is not None and self.global_batch_size > 0 and self.micro_batch_size > 0:
+            ramp += [] if ramp else self._ramp_problems(dp)
             found += self._batch_problems(dp)
-        return found
+        return found + ramp
+
+    def _ramp_problems(self, dp: int) -> list[str]:
+        """Whether the batches before the last size can be divided."""
+        rows = self.micro_batch_size * dp
+        odd = [size for size in self.batch_sizes.all[:-1] if size % rows]
+        if not odd:
+            return []
+        listed = ", ".join(map(str, odd[:3])) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+        return [
+            f"train.batch_ramp={list(self.batch_ramp or ())} has batches of {listed} rows, not divisible by"
+            f" micro_batch_size * dp = {self.micro_batch_size} * {dp} = {rows}; start and increment must be multiples"
+            f" of {rows}"
+        ]
 
     def _batch_problems(self, dp: int) -> list[str]:
         rows, micro = self.global_batch_size, self.micro_batch_size

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.batch import MicroBatch
+from megalite.data.batch_sizes import BatchSizes
 from megalite.nn.config import ModelConfig
 from megalite.train.config import TrainConfig
 
@@ -111,20 +112,29 @@ def _peak_of(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step in numbers, whatever the layout; what rates are computed from."""
+    """Optimizer steps in numbers, whatever the layout; what rates are computed from."""
 
-    samples: int
-    tokens: int
+    sizes: BatchSizes
+    """Samples of each step."""
+    seq_len: int
     num_ranks: int
     peak_tflops: float | None
     """Of one rank's device, where it is known."""
 
+    def tokens_of(self, step: int) -> int:
+        """Tokens of the step after `step` others."""
+        return self.sizes.of(step) * self.seq_len
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that `step` steps have consumed."""
+        return self.sizes.before(step) * self.seq_len
+
 
 def workload_of(train: TrainConfig, *, seq_len: int, num_ranks: int, device: torch.device) -> Workload:
-    """The step that these settings describe, on `num_ranks` devices like `device`."""
+    """The steps that these settings describe, on `num_ranks` devices like `device`."""
     return Workload(
-        samples=train.global_batch_size,
-        tokens=train.global_batch_size * seq_len,
+        sizes=train.batch_sizes,
+        seq_len=seq_len,
         num_ranks=num_ranks,
         peak_tflops=train.peak_tflops or peak_tflops(device, train.precision),
     )

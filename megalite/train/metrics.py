@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from megalite.nn.router import EXTRA, RouterLoads
+from megalite.train.flops import Workload
+from megalite.train.step import StepResult
 
 DETERMINISTIC_FIELDS = (
     "step", "loss", "grad_norm", "learning_rate", "tokens", "samples", "loss_tokens", "sample_fingerprint", "skipped",
@@ -96,7 +98,7 @@ class StepMetrics:
     tokens: int
     """Tokens consumed since step 1: samples x seq_len, whatever the layout."""
     samples: int
-    """Samples consumed since step 1: steps x global_batch_size."""
+    """Samples consumed since step 1."""
     loss_tokens: int
     """Tokens of this global batch that count in the loss."""
     sample_fingerprint: int
@@ -118,6 +120,30 @@ class StepMetrics:
     """What gradients were multiplied by; left out but for fp16."""
     moe: RouterStats | None = None
     """What the routers did; left out of a dense model's row."""
+
+    @staticmethod
+    def of(result: StepResult, step: int, workload: Workload, speed: Speed, device: torch.device) -> StepMetrics:
+        """What the step that was the `step`-th has done."""
+        tflops = result.model_flops / speed.seconds / workload.num_ranks / 1e12 if speed.seconds > 0 else 0.0
+        peak = workload.peak_tflops
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            tokens=workload.tokens_before(step),
+            samples=workload.sizes.before(step),
+            loss_tokens=result.num_tokens,
+            sample_fingerprint=result.sample_fingerprint,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+            tokens_per_second=speed.tokens_per_second,
+            step_seconds=speed.seconds,
+            tflops_per_second=tflops,
+            mfu=tflops / peak if peak is not None else None,
+            peak_memory_mb=peak_memory_mb(device),
+            moe=RouterStats.of(result.router_loads) if result.router_loads is not None else None,
+        )
 
     def row(self) -> dict[str, Any]:
         """The JSON object of this step; numbers that JSON cannot hold (nan, infinity) become null."""
@@ -154,26 +180,30 @@ class Meter:
     speed but is in neither `recent` nor `average`. Nothing is carried over from before a resume.
     """
 
-    def __init__(self, tokens_per_step: int, *, clock: Callable[[], float] = time.perf_counter, window: int = 20):
-        self._tokens, self._clock = tokens_per_step, clock
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, window: int = 20):
+        self._clock = clock
         self._steps: deque[float] = deque(maxlen=window)
+        self._tokens = 0
         self._mark = clock()
-        self._num_steps, self._num_timed, self._timed_seconds = 0, 0, 0.0
+        self._num_steps, self._timed_tokens, self._timed_seconds = 0, 0, 0.0
 
     def start(self) -> None:
         """The first step begins now."""
         self._mark = self._clock()
 
-    def step(self) -> Speed:
-        """A step has ended; returns its speed."""
+    def step(self, tokens: int) -> Speed:
+        """A step of so many tokens has ended; returns its speed."""
         now = self._clock()
         seconds, self._mark = now - self._mark, now
+        if tokens != self._tokens:
+            self._steps.clear()
+            self._tokens = tokens
         if self._num_steps > 0:
             self._steps.append(seconds)
-            self._num_timed += 1
+            self._timed_tokens += tokens
             self._timed_seconds += seconds
         self._num_steps += 1
-        return Speed(self._tokens, seconds)
+        return Speed(tokens, seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,13 +216,13 @@ class Meter:
 
     @property
     def recent(self) -> Speed | None:
-        """The last steps (median, so that one hiccup does not show), or None before the second step."""
+        """The last steps of the latest size (their median: one hiccup does not show); None before the second step."""
         return Speed(self._tokens, statistics.median(self._steps)) if self._steps else None
 
     @property
     def average(self) -> Speed | None:
         """All steps since `start` but the first, or None before the second step."""
-        return Speed(self._num_timed * self._tokens, self._timed_seconds) if self._num_timed else None
+        return Speed(self._timed_tokens, self._timed_seconds) if self._num_steps > 1 else None
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -27,7 +27,7 @@ _NO_DIFFERENCE = (
 )  # fmt: skip
 """Settings that may change freely: they decide where things are, how fast they go and how precisely state is stored.
 What data.paths hold is compared as data.fingerprint, and data.num_samples as the order that was begun."""
-_NEVER = ("train.seed", "train.global_batch_size", "data.seq_len")
+_NEVER = ("train.seed", "train.global_batch_size", "train.batch_ramp", "data.seq_len")
 """Settings that decide which samples a step consumes: with others the data would not go on where they stopped."""
 
 
@@ -101,7 +101,10 @@ def identity(config: ResumeSections) -> dict[str, Any]:
     sections = {"model": config.model, "data": config.data, "optim": config.optim}
     found = {f"{name}.{field}": value for name, section in sections.items() for field, value in _fields(section)}
     found = {name: value for name, value in found.items() if name not in _NO_DIFFERENCE}
-    train = {"train.seed": config.train.seed, "train.global_batch_size": config.train.global_batch_size}
+    train = {
+        f"train.{name}": getattr(config.train, name)
+        for name in ("seed", "global_batch_size", "batch_ramp", "precision")
+    }
     return json.loads(json.dumps(train | found))
 
 
@@ -117,7 +120,8 @@ def same_run(config: ResumeSections, manifest: Manifest, path: Path | str) -> li
     stored = manifest.state.get("config")
     if not isinstance(stored, dict):
         raise ResumeError(f"{path} does not say what its run was configured as: it is not of a training run")
-    told = refuse_differences(path, _defaults(config) | stored, identity(config), config.checkpoint.allow)
+    unknown = {"train.precision": config.train.precision}  # of older checkpoints: their dtypes tell
+    told = refuse_differences(path, _defaults(config) | unknown | stored, identity(config), config.checkpoint.allow)
     steps = stored.get("train.num_steps")
     optim, now = config.optim, config.train.num_steps
     if steps not in (None, now) and optim.decay_steps is None and optim.schedule not in ("constant", "inverse_sqrt"):
@@ -137,7 +141,7 @@ def refuse_differences(
     """
     differing = [name for name, value in here.items() if there.get(name) != value]
     texts = {name: f"{name}={_shown(there.get(name))} there, {_shown(here[name])} here" for name in differing}
-    allowed = [n for n in differing if n not in _NEVER and any(fnmatch.fnmatchcase(n, pattern) for pattern in allow)]
+    allowed = [name for name in differing if name not in _NEVER and is_allowed(name, allow)]
     refused = [name for name in differing if name not in allowed]
     if not refused:
         return [texts[name] for name in allowed]
@@ -145,6 +149,11 @@ def refuse_differences(
     if may_differ := [name for name in refused if name not in _NEVER]:
         message += f", allow them with --checkpoint.allow {' '.join(may_differ[:4])}"
     raise ResumeError(f"{message}, or start a new run from its weights with --checkpoint.load")
+
+
+def is_allowed(name: str, allow: Sequence[str]) -> bool:
+    """Whether `checkpoint.allow` has a pattern for a setting."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in allow)
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from megalite.data.batch_sizes import BatchSizes
 from megalite.files import replace_bytes
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig, MoEConfig
@@ -56,13 +57,13 @@ class RouterRecorder(Callback):
         config: ModelConfig,
         mpu: ParallelState,
         *,
-        global_batch_size: int,
+        sizes: BatchSizes,
         seq_len: int,
         dtype: torch.dtype,
     ):
         self._folder, self._steps, self._routers = folder, frozenset(steps), routers
         self._config, self._mpu = config, mpu
-        self._rows, self._seq_len = global_batch_size, seq_len
+        self._sizes, self._seq_len = sizes, seq_len
         self._dtype = torch.promote_types(dtype, torch.float32)
         self._hooks: list[RemovableHandle] = []
         self._pieces: dict[tuple[int, int], _Piece] = {}
@@ -98,7 +99,7 @@ class RouterRecorder(Callback):
         valid = (
             batch.token_mask if batch.token_mask is not None else torch.ones_like(batch.token_index, dtype=torch.bool)
         )
-        index = batch.token_index - step * self._rows * self._seq_len
+        index = batch.token_index - self._sizes.before(step) * self._seq_len
         # Padding to a length that ranks divide lies beyond the row, and would take the place of the next one's tokens.
         inside = (batch.row_places < batch.row_length).expand_as(index)
         if router.cut is not None:
@@ -110,19 +111,20 @@ class RouterRecorder(Callback):
     def _write(self, step: int, layer: int, bias: Tensor) -> None:
         pieces = [piece for (of, _), piece in self._pieces.items() if of == layer]
         device = self._routers[0].weight.device if self._routers else self._mpu.world.device
+        rows = self._sizes.of(step - 1)
         # Each token was routed on one rank; sums with zeros are exact. The last column says which tokens count.
-        board = torch.zeros(self._rows * self._seq_len, self._config.num_experts + 1, dtype=self._dtype, device=device)
+        board = torch.zeros(rows * self._seq_len, self._config.num_experts + 1, dtype=self._dtype, device=device)
         for piece in pieces:
             board[piece.index] = torch.cat((piece.logits, piece.valid[:, None].to(self._dtype)), 1)
         tokens_over = self._mpu.tp_dp_cp if tokens_are_cut(self._mpu) else self._mpu.dp_cp
         board = self._mpu.pp.all_reduce(tokens_over.all_reduce(board))
         if not self._mpu.world.is_first:
             return
-        board = board.cpu().view(self._rows, self._seq_len, -1)
+        board = board.cpu().view(rows, self._seq_len, -1)
         tensors = {
             "logits": board[..., :-1].contiguous(),
             "mask": board[..., -1] > 0,
-            "samples": torch.arange(self._rows) + (step - 1) * self._rows,
+            "samples": torch.arange(rows) + self._sizes.before(step - 1),
             "expert_bias": bias,
         }
         moe = {field.name: getattr(self._config, field.name) for field in fields(MoEConfig)}

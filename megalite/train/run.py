@@ -100,7 +100,7 @@ def _router_callbacks(config: Sections, training: Training, folder: RunFolder) -
     if train.record_router:
         recorder = RouterRecorder(
             folder.router_logits, train.record_router, training.routers, config.model, training.mpu,
-            global_batch_size=train.global_batch_size, seq_len=config.data.seq_len, dtype=train.dtype,
+            sizes=train.batch_sizes, seq_len=config.data.seq_len, dtype=train.dtype,
         )  # fmt: skip
         callbacks.append(recorder)
     return callbacks

@@ -64,13 +64,20 @@ class Training:
     """Of this rank's stages."""
     num_skipped: int = 0
     """Steps of the run whose update was left out: they consume samples and do not move the learning rate."""
+    skipped_samples: int = 0
+    """What these steps have consumed."""
 
     def learning_rate(self, step: int) -> float:
         """The learning rate that the step after `step` others uses."""
-        step -= self.num_skipped
-        config = self.optimizer.config
-        unit = self.batches.global_batch_size if config.schedule_unit == "samples" else 1
-        return lr_at(config, (step + 1) * unit, self.num_steps * unit)
+        config, samples_before = self.optimizer.config, self.batches.sizes.before
+        if config.schedule_unit == "samples":
+            return lr_at(config, samples_before(step + 1) - self.skipped_samples, samples_before(self.num_steps))
+        return lr_at(config, step + 1 - self.num_skipped, self.num_steps)
+
+    def skip(self, step: int) -> None:
+        """Counts the step after `step` others as one whose update was left out."""
+        self.num_skipped += 1
+        self.skipped_samples += self.batches.sizes.of(step)
 
 
 def train_step(training: Training, step: int) -> StepResult:
@@ -82,8 +89,8 @@ def train_step(training: Training, step: int) -> StepResult:
     # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
     totals, flops = _global_totals(training, local)
     num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[2]))
-    scale = training.optimizer.loss_scale
-    of_batch = BatchTotals(num_rows=training.batches.global_batch_size, num_tokens=int(totals[1]), loss_scale=scale)
+    num_rows, scale = training.batches.sizes.of(step), training.optimizer.loss_scale
+    of_batch = BatchTotals(num_rows=num_rows, num_tokens=int(totals[1]), loss_scale=scale)
     microbatches = [replace(microbatch, totals=of_batch) for microbatch in local.microbatches]
 
     if training.model.num_experts and training.model.aux_loss == "global_exact":
@@ -94,7 +101,8 @@ def train_step(training: Training, step: int) -> StepResult:
     loss_sum = training.executor.run(microbatches, grad_scale=scale / max(num_tokens, 1))
     learning_rate = training.learning_rate(step)
     update = training.optimizer.step(learning_rate)
-    training.num_skipped += update.skipped
+    if update.skipped:
+        training.skip(step)
     loads = _finish_routers(training, updated=not update.skipped)
     loss = _global_mean(loss_sum, num_tokens, mpu)
     scale = scale if training.optimizer.scaler is not None else None

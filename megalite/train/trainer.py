@@ -19,7 +19,7 @@ from megalite.train.callbacks import Callback
 from megalite.train.checkpoints import RunCheckpoints
 from megalite.train.failure import StopRequest
 from megalite.train.flops import workload_of
-from megalite.train.metrics import Meter, RouterStats, Speed, StepMetrics, peak_memory_mb
+from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.run_folder import RunFolder
 from megalite.train.sections import ResumeSections
 from megalite.train.step import StepResult, Training, evaluate, train_step
@@ -106,7 +106,7 @@ class Trainer:
             num_ranks=training.mpu.world.size,
             device=training.device,
         )
-        self._meter = meter if meter is not None else Meter(self._workload.tokens)
+        self._meter = meter if meter is not None else Meter()
         self._num_skipped = 0
         self._saved_step: int | None = None
         self._started_from: Path | str | None = None
@@ -181,32 +181,10 @@ class Trainer:
         self._tell(lambda callback: callback.before_step(self.step + 1))
         result = self._step_fn(self.training, self.step)
         self.step += 1
-        last = self._meter.step()
-        metrics = self._metrics(result, last)
+        last = self._meter.step(self._workload.tokens_of(self.step - 1))
+        metrics = StepMetrics.of(result, self.step, self._workload, last, self.training.device)
         self._tell(lambda callback: callback.after_step(metrics, self._meter.recent or last))
         self._check_finite(metrics)
-
-    def _metrics(self, result: StepResult, speed: Speed) -> StepMetrics:
-        tflops = result.model_flops / speed.seconds / self._workload.num_ranks / 1e12 if speed.seconds > 0 else 0.0
-        peak = self._workload.peak_tflops
-        return StepMetrics(
-            step=self.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=result.learning_rate,
-            tokens=self.step * self._workload.tokens,
-            samples=self.step * self._workload.samples,
-            loss_tokens=result.num_tokens,
-            sample_fingerprint=result.sample_fingerprint,
-            skipped=result.skipped,
-            loss_scale=result.loss_scale,
-            tokens_per_second=speed.tokens_per_second,
-            step_seconds=speed.seconds,
-            tflops_per_second=tflops,
-            mfu=tflops / peak if peak is not None else None,
-            peak_memory_mb=peak_memory_mb(self.training.device),
-            moe=RouterStats.of(result.router_loads) if result.router_loads is not None else None,
-        )
 
     def _check_finite(self, metrics: StepMetrics) -> None:
         """Never lets a non-finite step pass in silence: a skipped one is logged, any other ends the run unsaved."""

@@ -18,7 +18,7 @@ import pytest
 from megalite.checkpoint import store
 from megalite.checkpoint.background import BackgroundSaver
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.folder import MANIFEST, LocalFolder
+from megalite.checkpoint.folder import MANIFEST, Draft, LocalFolder
 from megalite.checkpoint.store import Retention
 from megalite.mpu import ParallelState
 from tests.checkpoint.state import make_state, values_of
@@ -155,6 +155,29 @@ def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
         assert loaded(tmp_path) == OLD
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
     assert _with_small_files(1 << 20, tmp_path) == 0 and loaded(tmp_path) == NEW
+
+
+@pytest.mark.parametrize("save", [_save, _save_behind], ids=["at once", "behind"])
+def test_a_disk_that_is_full(
+    tmp_path: Path, save: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own error: what is written goes to a device that never has room."""
+    store.save(tmp_path, 1, make_state(1.0), {}, SINGLE)
+    real = LocalFolder.draft
+
+    def draft(self: LocalFolder, name: str, size: int) -> Draft:
+        made = real(self, name, size)
+        (self._path / f"{made.path}rank_00000.safetensors").symlink_to("/dev/full")
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "draft", draft)
+        with pytest.raises(CheckpointError, match=r"step_00000002: .*No space left on device"):
+            save(tmp_path, 2)
+    assert loaded(tmp_path) == OLD
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
+    save(tmp_path, 2)
+    assert loaded(tmp_path) == NEW
 
 
 @pytest.mark.parametrize("byte", [0, 8, 20, -60, -1])

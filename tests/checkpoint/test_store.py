@@ -28,6 +28,7 @@ from megalite.parallel.data import DataParallel, Unit, main_grad
 from megalite.parallel.shard import Cut, Shard, set_shard, shard_of
 from megalite.parallel.wgrad import WeightGradQueue
 from megalite.testing.world import World
+from tests.checkpoint.state import cut_state
 from tests.parallel.parameters import cut_experts, cut_rows, whole
 
 SINGLE = ParallelState.single()
@@ -483,3 +484,29 @@ def test_too_little_room_is_found_before_writing(tmp_path: Path, monkeypatch: py
     with pytest.raises(CheckpointError, match="10 MiB are free; make room"):
         Run(SINGLE).save(tmp_path, 1)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def _save_rows(mpu: ParallelState, folder: str, size: int) -> int:
+    """Saves `size` rows, numbered; returns how many this rank has."""
+    state = cut_state(mpu, 0.0, size=size)
+    ((shard, part),) = state["parameter"]
+    for offset, _, view in shard.pieces(part):
+        view.copy_(torch.arange(offset[0], offset[0] + len(view))[:, None].expand_as(view))
+    store.save(folder, 1, state, {}, mpu)
+    return len(part)
+
+
+def _load_rows(mpu: ParallelState, folder: str, size: int) -> list[float]:
+    state = cut_state(mpu, -1.0, size=size)
+    store.load(folder, state, mpu)
+    return state["parameter"][0][1][:, 0].tolist()
+
+
+@pytest.mark.parametrize("size", [6, 2, 1])
+def test_ranks_that_hold_nothing(tmp_path: Path, size: int, world: World) -> None:
+    """Fewer rows than ranks: a part without elements is saved, and loaded by another number of ranks."""
+    held_rows = world.run(_save_rows, str(tmp_path), size, layout=ParallelConfig(tp=4), ranks=4)
+    assert sum(held_rows) == size and (size == 6 or 0 in held_rows)
+    for ranks in (4, 3, 1):
+        parts = world.run(_load_rows, str(tmp_path), size, layout=ParallelConfig(tp=ranks), ranks=ranks)
+        assert [row for part in parts for row in part] == list(range(size))

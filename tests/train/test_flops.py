@@ -178,5 +178,5 @@ def test_workload_is_that_of_the_global_batch_whatever_the_layout() -> None:
     train = TrainConfig(global_batch_size=6, micro_batch_size=2, peak_tflops=2.0)
     for num_ranks in (1, 4):
         workload = flops.workload_of(train, seq_len=16, num_ranks=num_ranks, device=torch.device("cpu"))
-        assert (workload.samples, workload.tokens, workload.num_ranks) == (6, 96, num_ranks)
+        assert (workload.tokens_of(3), workload.tokens_before(3), workload.num_ranks) == (96, 288, num_ranks)
         assert workload.peak_tflops == 2.0

@@ -28,52 +28,52 @@ def make_metrics(**changes: object) -> StepMetrics:
 
 def test_speed_divides_the_tokens_of_a_step_by_the_time_of_that_step() -> None:
     clock = FakeClock()
-    meter = Meter(1000, clock=clock)
+    meter = Meter(clock=clock)
     meter.start()
     for _ in range(5):
         clock.now += 1.0
-        assert meter.step().tokens_per_second == 1000.0
+        assert meter.step(1000).tokens_per_second == 1000.0
     assert meter.average is not None and meter.average.tokens_per_second == 1000.0
     assert meter.recent is not None and meter.recent.tokens_per_second == 1000.0
 
 
 def test_the_first_step_is_outside_of_recent_and_average() -> None:
     clock = FakeClock()
-    meter = Meter(1000, clock=clock)
+    meter = Meter(clock=clock)
     clock.now += 50.0  # building the model
     meter.start()
     clock.now += 9.0  # compiling
-    assert meter.step().seconds == 9.0
+    assert meter.step(1000).seconds == 9.0
     assert meter.average is None and meter.recent is None
     clock.now += 2.0
-    meter.step()
+    meter.step(1000)
     assert meter.average is not None and meter.average.seconds == 2.0 and meter.average.tokens == 1000
 
 
 def test_evaluation_and_saving_belong_to_no_step() -> None:
     clock = FakeClock()
-    meter = Meter(1000, clock=clock)
+    meter = Meter(clock=clock)
     meter.start()
     clock.now += 1.0
-    meter.step()
+    meter.step(1000)
     with meter.paused():
         clock.now += 30.0
     clock.now += 1.0
-    assert meter.step().seconds == 1.0
+    assert meter.step(1000).seconds == 1.0
     with pytest.raises(RuntimeError), meter.paused():
         clock.now += 5.0
         raise RuntimeError("the evaluation failed")
     clock.now += 1.0
-    assert meter.step().seconds == 1.0
+    assert meter.step(1000).seconds == 1.0
 
 
 def test_recent_forgets_what_is_older_than_the_window() -> None:
     clock = FakeClock()
-    meter = Meter(10, clock=clock, window=3)
+    meter = Meter(clock=clock, window=3)
     meter.start()
     for seconds in (1.0, 8.0, 8.0, 2.0, 2.0, 2.0):
         clock.now += seconds
-        meter.step()
+        meter.step(1000)
     assert meter.recent is not None and meter.recent.seconds == 2.0
     assert meter.average is not None and meter.average.seconds == 22.0
 

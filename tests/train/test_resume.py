@@ -63,10 +63,45 @@ def resumed(config: Config, **settings: Any) -> Config:
     return changed(config, {"train.resume": "auto"} | {k.replace("__", "."): v for k, v in settings.items()})
 
 
-def test_resuming_is_bit_equal(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_resuming_is_bit_equal(config: Config, tmp_path: Path, optimizer: str) -> None:
+    config = changed(config, {"optim.name": optimizer, "optim.momentum": 0.9})
     whole = run(config, tmp_path / "whole")
     first = run(config, tmp_path / "run", stop=2)
     assert first + run(resumed(config), tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("unit", ["steps", "samples"])
+def test_resuming_inside_a_batch_ramp_is_bit_equal(config: Config, tmp_path: Path, unit: str) -> None:
+    """Steps of 2, 2, 2, 3, 3, 4 and 5 rows, stopped after each of them."""
+    settings = {"train.batch_ramp": (2, 1, 15), "train.num_steps": 7, "optim.schedule_unit": unit}
+    config = changed(config, settings | {"optim.warmup_steps": 4})
+    whole = run(config, tmp_path / "whole")
+    samples = [2, 4, 6, 9, 12, 16, 21]
+    assert len({result.sample_fingerprint for result in whole}) == 7
+    if unit == "samples":
+        rates = [0.05 * (n / 4 if n < 4 else (21 - n) / 17) for n in samples]
+        assert [result.learning_rate for result in whole] == pytest.approx(rates)
+    for stop in range(1, 7):
+        folder = tmp_path / f"stopped at {stop}"
+        first = run(config, folder, stop=stop)
+        assert first + run(resumed(config), folder) == whole
+        manifest = json.loads((folder / "checkpoints" / f"step_{stop:08d}" / "manifest.json").read_text())
+        assert manifest["state"]["samples"] == samples[stop - 1]
+
+
+def test_skipped_steps_of_a_ramp_move_no_rate(config: Config, tmp_path: Path) -> None:
+    """Samples of steps without an update do not count for a rate by samples, over a resume either."""
+    config = changed(config, {"train.batch_ramp": (2, 1, 15), "train.num_steps": 7, "optim.schedule_unit": "samples"})
+    training = build_training(config, SINGLE, CPU)
+    training.skip(0)
+    training.skip(3)
+    assert (training.num_skipped, training.skipped_samples) == (2, 5)
+    assert training.learning_rate(5) == pytest.approx(0.05 * (21 - (16 - 5)) / 21)
+    RunCheckpoints(config, training, tmp_path).save(4)
+    again = build_training(config, SINGLE, CPU)
+    RunCheckpoints(config, again, tmp_path).load(tmp_path)
+    assert (again.num_skipped, again.skipped_samples) == (2, 5)
 
 
 def test_a_resume_may_move_data_and_change_what_is_fast(config: Config, tmp_path: Path) -> None:
@@ -81,6 +116,7 @@ def test_a_resume_may_move_data_and_change_what_is_fast(config: Config, tmp_path
     )  # fmt: skip
     for a, b in zip(run(moved, tmp_path / "run"), expected, strict=True):
         assert (a.loss, a.sample_fingerprint) == (pytest.approx(b.loss, rel=1e-4), b.sample_fingerprint)
+        assert a.learning_rate == b.learning_rate  # by steps, not by micro-batches
 
 
 @pytest.mark.parametrize(
@@ -95,6 +131,7 @@ def test_a_resume_may_move_data_and_change_what_is_fast(config: Config, tmp_path
         ({"data.split": "90,10,0"}, r"data\.split=100,0,0 there, 90,10,0 here"),
         ({"data.seq_len": 16}, r"data\.seq_len=32 there, 16 here\. Use the same values, or start a new run"),
         ({"train.seed": 3}, r"train\.seed=11 there, 3 here"),
+        ({"train.batch_ramp": (1, 1, 9)}, r"train\.batch_ramp=null there, \[1, 1, 9\] here\. Use the same values, or"),
         ({"train.global_batch_size": 10}, r"train\.global_batch_size=5 there, 10 here"),
     ],
 )  # fmt: skip

@@ -144,6 +144,33 @@ def test_a_run_that_moves_is_the_run_of_one_rank(
         assert float((other[key] - tensor).abs().max()) < 1e-9 * max(scale, 1e-3), key
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "there", "here"),
+    [
+        ("muon", "dp2+zero1", "tp2+dp2+zero3"),
+        pytest.param("sgd", "dp2+zero3", "pp2+dp2+zero1", marks=pytest.mark.full),
+        pytest.param("muon", "tp2+pp2:zb_v", "dp3+zero2", marks=pytest.mark.full),
+    ],
+)
+def test_every_optimizer_moves(
+    optimizer: str, there: str, here: str, tokens: str, tmp_path: Path, world: World
+) -> None:
+    """What ZeRO has cut is whole again in the weights that the first loss after the load sees."""
+    config = _config("llama", tokens, tmp_path)
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, name=optimizer, momentum=0.9))
+    expected = world.run(_steps, config, str(tmp_path / "alone"), 0, LAST, ranks=1)[0]
+    found = []
+    for text, first, last in ((there, 0, SAVED), (here, SAVED, LAST)):
+        layout = parse_layout(text)
+        applied = layout.apply(config)
+        found += world.run(
+            _steps, applied, str(tmp_path / "run"), first, last,
+            layout=applied.parallel, ranks=layout.num_ranks, timeout=180.0,
+        )[0]  # fmt: skip
+    for (loss, norm, samples), (a, b, c) in zip(expected, found, strict=True):
+        assert (loss, norm, samples) == (pytest.approx(a, rel=1e-9), pytest.approx(b, rel=1e-9), c)
+
+
 def _codes(piece: Held) -> Tensor:
     """Numbers that no other element of the model has: of the name, and the place in the global tensor."""
     code = torch.zeros(piece.sizes, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.batch import BatchTotals, MicroBatch
+from megalite.data.batch_sizes import BatchSizes
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -61,7 +62,7 @@ def _record(mpu: ParallelState, folder: Path) -> None:
     layers = (1, 3) if mpu.pp.size == 1 else ((1,), (3,))[mpu.pp.rank]
     routers = [_router(mpu, layer) for layer in layers]
     recorder = RouterRecorder(
-        folder, (2,), routers, CONFIG, mpu, global_batch_size=ROWS, seq_len=S, dtype=torch.float64
+        folder, (2,), routers, CONFIG, mpu, sizes=BatchSizes(final=ROWS), seq_len=S, dtype=torch.float64
     )
     for step in range(3):
         recorder.before_step(step + 1)
