@@ -70,8 +70,8 @@ class StageMemory:
 
     @property
     def deferred(self) -> int:
-        """Bytes from an input gradient to the weight gradients that it put off; their inputs hold on to the graph."""
-        return self.saved.work + self.saved.held + self.loss.work
+        """Bytes from an input gradient to the weight gradients that it put off."""
+        return self.saved.work + self.loss.work
 
 
 @dataclass(frozen=True, kw_only=True)
