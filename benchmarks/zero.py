@@ -52,9 +52,9 @@ SMALL = replace(
 )
 LIBRARIES = (
     "torch.distributed.fsdp", "torch.distributed.optim", "transformers.models.llama.modeling_llama",
-    "megalite.train.build", "megalite.layout", "megalite.train.run",
+    "megalite.train.build", "megalite.layout", "megalite.train.run", "torch._inductor.compile_fx", "setuptools",
 )  # fmt: skip
-"""Loaded once, in the server that processes are forked from."""
+"""Loaded once, in the server that processes are forked from; the last two are what torch.compile loads at first."""
 
 
 class Member:

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from megalite.config import Config, check, load_config
 from megalite.layout import parse_layout
-from megalite.testing.step_memory import MeasuredMemory, measure
+from megalite.testing.step_memory import MeasuredMemory, beside_predicted, measure
 from megalite.testing.world import World, fewest_ranks
 from megalite.train.memory import KINDS, STATE, RankMemory, predict
 from megalite.train.memory_picture import memory_png
@@ -100,8 +100,9 @@ def _show(config: Config, num_ranks: int, arguments: argparse.Namespace) -> bool
     figures: dict[str, Any] = {"num_ranks": num_ranks, "ranks": [_figures(name, rank) for name, rank in columns]}
     passed = True
     if arguments.measure:
-        rows = _measured(config, num_ranks, [rank for _, rank in columns], arguments.timeout)
-        console.print(_measured_table(rows))
+        pairs = _measured(config, num_ranks, arguments.timeout)
+        rows = [row for rank, counted in pairs for row in _compared(rank, counted)]
+        console.print(_measured_table(rows, [counted.expert_load for _, counted in pairs]))
         figures["measured"] = rows
         passed = all(row["near"] for row in rows)
     if arguments.png is not None:
@@ -212,14 +213,11 @@ def _figures(name: str, rank: RankMemory) -> dict[str, Any]:
 # ---- counted
 
 
-def _measured(config: Config, num_ranks: int, ranks: Sequence[RankMemory], timeout: float) -> list[dict[str, Any]]:
-    """A row for each kind that can be counted, of each place in the pipeline."""
+def _measured(config: Config, num_ranks: int, timeout: float) -> list[tuple[RankMemory, MeasuredMemory]]:
+    """(predicted, counted) at each place in the pipeline."""
     with World(max_ranks=num_ranks) as world:
-        found: list[MeasuredMemory] = world.run(
-            measure, config, layout=config.parallel, ranks=num_ranks, timeout=timeout
-        )
-    places = config.parallel.grid(num_ranks).members(0, ("pp",))
-    return [row for rank, place in zip(ranks, places, strict=True) for row in _compared(rank, found[place])]
+        found = world.run(measure, config, layout=config.parallel, ranks=num_ranks, timeout=timeout)
+    return beside_predicted(config, num_ranks, found)
 
 
 def _compared(rank: RankMemory, found: MeasuredMemory) -> list[dict[str, Any]]:
@@ -239,10 +237,13 @@ def _compared(rank: RankMemory, found: MeasuredMemory) -> list[dict[str, Any]]:
     ]
 
 
-def _measured_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _measured_table(rows: Sequence[Mapping[str, Any]], expert_loads: Sequence[float]) -> Table:
     caption = (
         "between actions: batch, activations, loss, deferred, messages (and reductions under way), where most is left"
     )
+    if set(expert_loads) != {1.0}:
+        shares = ", ".join(f"{load:.2f}" for load in expert_loads)
+        caption += f"; predicted for the loads that experts had, {shares} times an even share"
     table = Table(title="Predicted and counted in a step", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("pp", "bytes of", "predicted", "counted", "difference", ""):
         table.add_column(column, justify="left" if column in ("bytes of", "") else "right")

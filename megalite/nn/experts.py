@@ -190,7 +190,7 @@ def _put(module: Experts, weight: nn.Parameter, dy: Tensor, x: Tensor, counts: S
     """The weight gradient, now or when the queue is drained."""
     if not weight.requires_grad:
         return
-    version = x._version
+    version, x = x._version, x.detach()  # a saved tensor holds on to the graph that made it
 
     def work() -> None:
         assert x._version == version, "the tokens of experts were changed in place before their weight gradient"

@@ -235,9 +235,7 @@ class Bucket:
         if self.zero >= 2:
             self.open_grad()
         wire = self.grad.to(wire_dtype) if wire_dtype is not None else self.grad
-        in_place = self.zero == 1 and wire is self.grad
-        pending = self.axis.start_reduce_scatter(wire, out=self.grad_shard if in_place else None)
-        self._reducing = (pending, wire)
+        self._reducing = (self.axis.start_reduce_scatter(wire, out=wire[self._own]), wire)
 
     def start_replica_sum(self, wire_dtype: torch.dtype | None) -> None:
         """At the end of a step, when the reductions are finished: begins to sum what is kept over the replicas."""

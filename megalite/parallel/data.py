@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from megalite.parallel.zero import Gatherer
 __all__ = ["ALIGNMENT", "Bucket", "DataParallel", "Fresh", "Segment", "Span", "Unit", "main_grad"]
 
 _IN_FLIGHT = 2
-"""Units whose whole gradients may exist at a time because their reduction is under way (ZeRO 2 and 3)."""
+"""Units whose reduction may be under way at a time: enough to keep the network busy. Each takes memory under ZeRO: its
+whole gradients (stages 2 and 3), and where a reduction receives beside them."""
 
 
 @dataclass
@@ -99,6 +101,8 @@ class DataParallel:
         self._gatherer = Gatherer(
             [(state.unit, state.buckets) for state in reversed(self._states)], before_backward=self._start_before
         )
+        if self.reduces_each_pass:
+            self._land_in_forward()
         for parameter in self._state_of:
             parameter.register_post_accumulate_grad_hook(self._after_autograd)
         queue.on_start, queue.on_done = self._before_work, self._after_deferred
@@ -274,14 +278,30 @@ class DataParallel:
     def _start(self, state: _UnitState) -> None:
         self._next += 1
         state.started = True
+        if self.mpu.config.zero:
+            self._land(_IN_FLIGHT - 1)
+            self._flying.append(state)
         for bucket in state.buckets:
             if bucket.zero or not self.reduces_each_pass:
                 bucket.start_reduction(self.reduce_dtype)
-        if self.reduces_each_pass:
-            self._flying.append(state)
-            while len(self._flying) > _IN_FLIGHT:
-                for bucket in self._flying.popleft().buckets:
-                    bucket.finish_reduction()
+
+    def _land(self, left: int) -> None:
+        """Waits for the oldest reductions, but for those of `left` units."""
+        while len(self._flying) > left:
+            for bucket in self._flying.popleft().buckets:
+                bucket.finish_reduction()
+
+    def _land_in_forward(self) -> None:
+        """Lets the last reductions of a pass end behind the first units of the next forward, not later: they would
+        take memory while activations take most."""
+        modules = list(dict.fromkeys(module for unit in self.units for module in unit.modules))
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if self._phase is _Phase.OPEN:  # not in a recompute
+                self._land(0)
+
+        for module in modules[_IN_FLIGHT:][:1] or modules[-1:]:
+            module.register_forward_pre_hook(before_forward)
 
 
 def _check_units(units: Sequence[Unit], *, has_memory: bool) -> None:

@@ -132,7 +132,7 @@ def _weight_grad_work(
     gather_over: Axis | None,
 ) -> Callable[[], None]:
     """The weight gradient as a closure; a deferred one keeps only the cut input and gathers it when it runs."""
-    version = x._version
+    version, x = x._version, x.detach()  # a saved tensor holds on to the graph that made it
 
     def work() -> None:
         assert x._version == version, "a linear's input was changed in place before its weight gradient was computed"

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megalite.config import Config
 from megalite.mpu import ParallelState
+from megalite.nn.experts import Experts
 from megalite.parallel.buckets import Bucket
 from megalite.pipeline.plan import Action
 from megalite.testing.memory import LiveMemory
 from megalite.train.build import build_training
+from megalite.train.memory import RankMemory, predict
 from megalite.train.step import Training, train_step
 
 
@@ -33,6 +35,8 @@ class MeasuredMemory:
     """Whole gradients and parameters of units that are divided between uses, at most."""
     peak: int
     """Everything that the step makes at its worst moment, temporaries included."""
+    expert_load: float
+    """Tokens that came to this rank's experts over an even share; 1 without experts."""
 
 
 def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
@@ -49,6 +53,7 @@ def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
             most = max(most, live.now)
 
     training.executor.trace = note
+    rows = _watch_experts(training)
     with live:
         train_step(training, 1)
     return MeasuredMemory(
@@ -57,7 +62,38 @@ def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
         step=most,
         units={"unit gradients": live.gradients, "unit parameters": live.parameters},
         peak=live.peak,
+        expert_load=_over_even_share(sum(rows), mpu),
     )
+
+
+def beside_predicted(
+    config: Config, num_ranks: int, found: Sequence[MeasuredMemory]
+) -> list[tuple[RankMemory, MeasuredMemory]]:
+    """(predicted, counted) for the first rank at each place of the pipeline; `found` are all ranks' counts.
+
+    Routers send as they have learned, so predictions are made for the loads that these ranks had.
+    """
+    pairs = []
+    for place, member in enumerate(config.parallel.grid(num_ranks).members(0, ("pp",))):
+        load = found[member].expert_load
+        predicted = predict(config, num_ranks, device=torch.device("cpu"), expert_load=load)
+        pairs.append((predicted[place], found[member]))
+    return pairs
+
+
+def _watch_experts(training: Training) -> list[int]:
+    """A list that grows by the tokens of each call of this rank's experts."""
+    rows: list[int] = []
+    for stage in training.stages.values():
+        for module in stage.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
+    return rows
+
+
+def _over_even_share(rows: int, mpu: ParallelState) -> float:
+    everyone = mpu.ep.gather_objects(rows)
+    return rows * len(everyone) / sum(everyone) if sum(everyone) else 1.0
 
 
 class _Watch(LiveMemory):

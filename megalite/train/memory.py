@@ -40,8 +40,12 @@ TRANSIENT: tuple[str, ...] = ("unit gradients", "unit parameters", "reduction", 
 of their reduction, what a region makes again, and a chunk of logits."""
 KINDS: tuple[str, ...] = (*STATE, *STEP, *TRANSIENT)
 
-_OPEN_GRADIENTS = 3
-"""Units whose whole gradients exist at a time (ZeRO 2 and 3): of one under way, and of two that are being reduced."""
+_IN_FLIGHT = 2
+"""Units that are being reduced at a time (ZeRO)."""
+_OPEN = _IN_FLIGHT + 1
+"""Units whose whole gradients exist at a time (ZeRO 2 and 3): of one under way besides."""
+_REDUCED = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+"""The passes after which gradients of a micro-batch are complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,8 @@ class StageMemory:
 
     @property
     def deferred(self) -> int:
-        """Bytes from an input gradient to the weight gradients that it put off; their inputs hold on to the graph."""
-        return self.saved.work + self.saved.held + self.loss.work
+        """Bytes from an input gradient to the weight gradients that it put off."""
+        return self.saved.work + self.loss.work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +125,19 @@ def _of_rank(
     units = [_adopted(stage.units(), mpu, fresh) for stage in stages.values()]
     memories = {number: _stage_memory(config, number, stage, device, load) for number, stage in stages.items()}
     buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
-    defers = any(action.kind is Kind.WEIGHT_GRAD for action in plan.actions[mpu.pp.rank])
-    walk = _Walk(plan, memories, _batch_bytes(config, plan.num_microbatches))
+    actions = plan.actions[mpu.pp.rank]
+    transient = _Transient(units, config, device, actions)
+    walk = _Walk(
+        plan, memories, _batch_bytes(config, plan.num_microbatches), dict(zip(stages, transient.left(), strict=True))
+    )
     walk.run(mpu.pp.rank)
-    within, under_way = _unit_bytes(units, config, device, defers)
-    settled = walk.settled.kinds | {"reduction": under_way}
-    if config.parallel.zero < 2 and walk.now["batch"] + within["reduction"] > sum(settled.values()):
-        settled = walk.now | {"reduction": within["reduction"]}  # when the last backward is over
+    settled, ending = walk.settled.kinds, walk.now | {"reduction": transient.at_the_end()}
+    if sum(ending.values()) > sum(settled.values()):
+        settled = ending
     return RankMemory(
         pp_rank=mpu.pp.rank,
         stages=tuple(replace(memory, peak=walk.most_alive[number]) for number, memory in memories.items()),
-        kinds=dict.fromkeys(KINDS, 0) | state_bytes(config, buckets) | walk.peak.kinds | within,
+        kinds=dict.fromkeys(KINDS, 0) | state_bytes(config, buckets) | walk.peak.kinds | transient.most(),
         peak_action=str(walk.peak.action),
         settled=settled,
     )
@@ -225,12 +231,13 @@ class _Most:
 
 
 class _Walk:
-    """A rank's actions in order, and what they leave."""
+    """A rank's actions in order, and what they leave; `reductions`: what a pass of each stage leaves under way."""
 
-    def __init__(self, plan: Plan, memories: Mapping[int, StageMemory], batch: int):
-        self.plan, self.memories = plan, memories
+    def __init__(self, plan: Plan, memories: Mapping[int, StageMemory], batch: int, reductions: Mapping[int, int]):
+        self.plan, self.memories, self.reductions = plan, memories, reductions
         self.now = dict.fromkeys(STEP, 0) | {"batch": batch}
         self.sending: dict[int, deque[int]] = {}
+        self.under_way = dict.fromkeys(memories, 0)
         self.alive = dict.fromkeys(memories, 0)
         self.most_alive = dict.fromkeys(memories, 0)
         self.peak, self.settled = _Most(), _Most()
@@ -241,12 +248,13 @@ class _Walk:
             if action.kind is not Kind.REDUCE:
                 self._perform(action)
                 self.peak.see(action, self.now)
-                self.settled.see(action, self.now)
+                self.settled.see(action, self.now, reduction=sum(self.under_way.values()))
 
     def _perform(self, action: Action) -> None:
         kind, number, _ = action
         memory = self.memories[number]
         if kind is Kind.FORWARD:
+            self.under_way[number] = 0
             self._forward(number, memory)
             self.peak.see(action, self.now, logits=memory.logits)
         elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
@@ -256,11 +264,13 @@ class _Walk:
             self.now["deferred"] -= memory.deferred
         elif kind in (Kind.RECV_ACT, Kind.RECV_GRAD):
             self.now["messages"] += memory.message
-        else:
+        elif kind in (Kind.SEND_ACT, Kind.SEND_GRAD):
             window = self.sending.setdefault(peer_of(self.plan, action), deque())
             window.append(memory.message)
             if len(window) > WINDOW:
                 self.now["messages"] -= window.popleft()
+        if kind in _REDUCED:
+            self.under_way[number] = self.reductions[number]
 
     def _forward(self, number: int, memory: StageMemory) -> None:
         if self.plan.previous_stage(number) is not None:  # what came is now the input that the stage keeps
@@ -316,61 +326,83 @@ class _Held:
         return sum(bucket.param.nbytes for bucket in self.buckets if bucket.zero >= 3)
 
     def reduction(self, narrow: torch.dtype | None, device: torch.device) -> int:
-        """Bytes of what its reduction makes: copies in a narrower dtype, and what arrives beside its place.
-
-        That is a slice; on the CPU, where a reduce-scatter is an exchange, the parts of all ranks as well.
-        """
+        """Bytes of what its reduction makes: copies in a narrower dtype; on the CPU, where a reduce-scatter is an
+        exchange, the parts of all ranks as well."""
         size = 0
         for bucket in self.buckets:
             if bucket.zero or bucket.replicas.size > 1:
-                copy = size_of(bucket.grad.shape, narrow) if narrow is not None else 0
-                beside = bucket.zero >= 2 or (bucket.zero == 1 and narrow is not None)
-                wire = narrow or bucket.grad.dtype
-                size += copy + (size_of(bucket.grad_shard.shape, wire) if beside else 0)
-                size += size_of(bucket.grad.shape, wire) if bucket.zero and device.type == "cpu" else 0
+                size += size_of(bucket.grad.shape, narrow) if narrow is not None else 0
+                exchanges = bucket.zero and device.type == "cpu"
+                size += size_of(bucket.grad.shape, narrow or bucket.grad.dtype) if exchanges else 0
         return size
 
 
-def _unit_bytes(
-    stages: Sequence[Sequence[_Held]], config: Sections, device: torch.device, defers: bool
-) -> tuple[dict[str, int], int]:
-    """(bytes by kind of what is whole during use only and of reductions, those of reductions between actions).
+class _Transient:
+    """What is whole during use only, and what reductions take, on a rank with units `stages` by stage."""
 
-    Under ZeRO 2 and 3 the last units of a pass are still being reduced when the next pass of any stage begins.
-    """
-    # A region of several layers is computed again while the unit that backward is in, and the next one, stay.
-    at_once = 3 if config.train.recompute.startswith("every:") else 2
-    narrow = torch.bfloat16 if config.train.reduce_dtype == "bf16" else None
-    reductions = [[unit.reduction(narrow, device) for unit in units] for units in stages]
-    found = {
-        "unit gradients": _most_of_all([_open_gradients(units, defers) for units in stages]),
-        "unit parameters": max(_most([unit.parameters for unit in units], at_once) for units in stages),
-    }
-    if config.parallel.zero < 2:  # all units are reduced once, and waited for at the end
-        return found | {"reduction": sum(map(sum, reductions))}, 0
-    left = [sum(sizes[: _OPEN_GRADIENTS - 1]) for sizes in reductions]
-    most = [_most(_ring(sizes), _OPEN_GRADIENTS) for sizes in reductions]
-    return found | {"reduction": _most_of_all(list(zip(most, left, strict=True)))}, sum(left)
+    def __init__(
+        self, stages: Sequence[Sequence[_Held]], config: Sections, device: torch.device, actions: Sequence[Action]
+    ):
+        self.stages, self.zero, self.recompute = stages, config.parallel.zero, config.train.recompute
+        self.defers = any(action.kind is Kind.WEIGHT_GRAD for action in actions)
+        self.follow = _passes_follow(actions)
+        narrow = torch.bfloat16 if config.train.reduce_dtype == "bf16" else None
+        self.reductions = [[unit.reduction(narrow, device) for unit in units] for units in stages]
+
+    def most(self) -> dict[str, int]:
+        """Bytes by kind of TRANSIENT, at most."""
+        # A region of several layers is computed again while the unit that backward is in, and the next one, stay.
+        at_once = 3 if self.recompute.startswith("every:") else 2
+        return {
+            "unit gradients": _most_of_all([self._open_gradients(units) for units in self.stages]),
+            "unit parameters": max(_most([unit.parameters for unit in units], at_once) for units in self.stages),
+            "reduction": self._most_reduction(),
+        }
+
+    def left(self) -> list[int]:
+        """Bytes of the reductions that a pass of each stage leaves under way (ZeRO 2 and 3), until its next one."""
+        return [sum(sizes[:_IN_FLIGHT]) if self.zero >= 2 else 0 for sizes in self.reductions]
+
+    def at_the_end(self) -> int:
+        """Bytes of the reductions that are under way when the last pass is over."""
+        return sum(sum(sizes[:_IN_FLIGHT] if self.zero else sizes) for sizes in self.reductions)
+
+    def _most_reduction(self) -> int:
+        if not self.zero:  # all units are waited for at the end
+            return self.at_the_end()
+        most = [_most(self._in_turn(sizes, _IN_FLIGHT), _IN_FLIGHT) for sizes in self.reductions]
+        return _most_of_all(list(zip(most, self.left(), strict=True)))
+
+    def _open_gradients(self, units: Sequence[_Held]) -> tuple[int, int]:
+        """Bytes of a stage's whole gradients: the most in one of its passes, and what is left of it in the next one.
+
+        A tied gradient of the head waits for that of the embedding; that of an embedding is never put off, and waits
+        for those that are.
+        """
+        waiting = 0
+        while len(units) > 1 and units[0].unit.name in ("tied", "embedding"):
+            if not self.defers and len(units[0].unit.modules) < 2:
+                break
+            waiting, units = waiting + units[0].gradients, units[1:]
+        sizes = [unit.gradients for unit in units]
+        return waiting + _most(self._in_turn(sizes, _OPEN), _OPEN), waiting + sum(sizes[:_IN_FLIGHT])
+
+    def _in_turn(self, sizes: Sequence[int], at_once: int) -> Sequence[int]:
+        """Sizes of units, with the beginning of the next pass (the last ones) before those that end a pass."""
+        return [*sizes[-1:], *sizes] if self.follow and len(sizes) > at_once else sizes
 
 
-def _open_gradients(units: Sequence[_Held], defers: bool) -> tuple[int, int]:
-    """Bytes of a stage's whole gradients: the most in one of its passes, and what is left of it in the next one.
-
-    A tied gradient of the head waits for that of the embedding; that of an embedding is never put off, and waits for
-    those that are (`defers`).
-    """
-    waiting = 0
-    while len(units) > 1 and units[0].unit.name in ("tied", "embedding"):
-        if not defers and len(units[0].unit.modules) < 2:
-            break
-        waiting, units = waiting + units[0].gradients, units[1:]
-    sizes = [unit.gradients for unit in units]
-    return waiting + _most(_ring(sizes), _OPEN_GRADIENTS), waiting + sum(sizes[: _OPEN_GRADIENTS - 1])
-
-
-def _ring(sizes: Sequence[int]) -> Sequence[int]:
-    """Sizes of units, with the beginning of the next pass (the last ones) before those that end a pass."""
-    return [*sizes[-1:], *sizes] if len(sizes) > _OPEN_GRADIENTS else sizes
+def _passes_follow(actions: Sequence[Action]) -> bool:
+    """Whether a stage's gradients are reduced twice without a forward between: that ends the last reductions."""
+    reduced: set[int] = set()
+    for kind, number, _ in actions:
+        if kind is Kind.FORWARD:
+            reduced.discard(number)
+        elif kind in _REDUCED:
+            if number in reduced:
+                return True
+            reduced.add(number)
+    return False
 
 
 def _most(sizes: Sequence[int], at_once: int) -> int:

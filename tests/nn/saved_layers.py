@@ -109,4 +109,4 @@ def kept_for_weights(mpu: ParallelState, case: Case) -> tuple[int, int]:
         stage.recompute.run(layers, x, context).backward(torch.ones_like(x))
     _forget(stage)
     declared = _declared(stage, shape)
-    return live.now, declared.work + declared.held
+    return live.now, declared.work

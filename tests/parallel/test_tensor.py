@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -327,3 +330,32 @@ def test_every_backward_pass_adds_to_the_gradients_unless_the_weights_are_frozen
     layer.weight.grad = None
     (dx,) = torch.autograd.grad(loss(), x)
     assert layer.weight.grad is None and torch.equal(dx[0, 0], layer.weight.sum(0))
+
+
+class _Holding(torch.autograd.Function):
+    """The identity, with a tensor on its node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Tensor) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def test_work_that_is_put_off_lets_go_of_the_graph() -> None:
+    queue = WeightGradQueue(deferring=True)
+    linear = RowParallelLinear(6, 4, axis=ParallelState.single().tp, bias=False)
+    linear.queue = queue
+    held = _values(3)
+    alive = weakref.ref(held)
+    y = linear(_Holding.apply(_values(5, 6).float().requires_grad_(), held))
+    del held
+    y.sum().backward()
+    assert alive() is not None
+    del y
+    assert alive() is None and queue.num_waiting == 1
+    queue.drain(0)
+    assert linear.weight.grad is not None and linear.weight.grad.any()

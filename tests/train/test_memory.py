@@ -13,13 +13,13 @@ from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig
 from megalite.pipeline.schedule import make_plan
 from megalite.pipeline.simulate import peak_activations
-from megalite.testing.step_memory import measure
+from megalite.testing.step_memory import beside_predicted, measure
 from megalite.testing.world import World
 from megalite.train.memory import KINDS, STATE, RankMemory, predict
 from tests.tiny import config_for
 
 ROOT = Path(__file__).parents[2]
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 def _preset(name: str, *options: str) -> Config:
@@ -30,10 +30,8 @@ def _compare(config: Config, layout: str, world: World) -> None:
     place = parse_layout(layout)
     config = place.apply(config)
     check(config, place.num_ranks)
-    predicted = predict(config, place.num_ranks, device=CPU)
     found = world.run(measure, config, layout=config.parallel, ranks=place.num_ranks, timeout=300.0)
-    for rank, member in zip(predicted, config.parallel.grid(place.num_ranks).members(0, ("pp",)), strict=True):
-        counted = found[member]
+    for rank, counted in beside_predicted(config, place.num_ranks, found):
         assert {kind: rank.kinds[kind] for kind in STATE} == counted.state
         assert sum(rank.settled.values()) == pytest.approx(counted.step, rel=0.05), layout
         for kind, size in counted.units.items():
