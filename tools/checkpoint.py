@@ -37,7 +37,7 @@ from megalite.checkpoint.folder import folder_at
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.megatron.convert import import_megatron
 from megalite.checkpoint.reading import damages
-from megalite.checkpoint.reshard import resharded, weights_state
+from megalite.checkpoint.reshard import resharded, state_in_precision, weights_state
 from megalite.checkpoint.rewrite import LARGEST, Cuts, NewTensor, cut_by_rank, cut_evenly, write_checkpoint
 from megalite.checkpoint.stored import StoredCheckpoint
 from megalite.checkpoint.tables import (
@@ -189,7 +189,7 @@ def _others(address: str, found: StoredCheckpoint) -> list[str]:
 
 
 def _counters(manifest: Manifest) -> dict[str, Any]:
-    return flat({name: value for name, value in manifest.state.items() if name != "config"})
+    return flat({name: value for name, value in manifest.state.items() if name not in ("config", "fingerprints")})
 
 
 def _changed_settings(config: Any) -> dict[str, Any] | None:
@@ -306,6 +306,8 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
         dtype = DTYPES[arguments.dtype] if arguments.dtype is not None else None
         tensors = resharded(source, dtype=dtype, weights_only=weights_only)
         state = weights_state(source.manifest.state) if weights_only else source.manifest.state
+        if arguments.dtype is not None:
+            state = state_in_precision(state, arguments.dtype)
         if arguments.layout is not None:
             ranks, layout = _ranks_of(arguments.layout, source.manifest)
             cuts = cut_by_rank(tensors, ranks, _largest(arguments))

@@ -81,8 +81,14 @@ def compare(
         only_b=[key for key in in_b if key not in a.tensors],
         tensors=sorted(found, key=lambda tensor: (-tensor.relative, tensor.key)),
         num_equal=len(common) - len(found),
-        state=_differing({"step": a.manifest.step} | a.manifest.state, {"step": b.manifest.step} | b.manifest.state),
+        state=_differing(_state(a), _state(b)),
     )
+
+
+def _state(of: StoredCheckpoint) -> dict[str, Any]:
+    """What a run has kept besides tensors; fingerprints say no more than these, and threads are not part of it."""
+    kept = {name: value for name, value in of.manifest.state.items() if name not in ("fingerprints", "threads")}
+    return {"step": of.manifest.step} | kept
 
 
 def nbytes_of(entry: Entry) -> int:

@@ -43,6 +43,12 @@ def weights_state(state: dict[str, Any]) -> dict[str, Any]:
     return {"updates": 0} | {name: state[name] for name in ("config",) if name in state}
 
 
+def state_in_precision(state: dict[str, Any], precision: str) -> dict[str, Any]:
+    """A run's state for `train.precision` of that name: fingerprints were of the tensors before they were rounded."""
+    kept = {name: value for name, value in state.items() if name != "fingerprints"}
+    return kept | {"config": state["config"] | {"train.precision": precision}} if "config" in state else kept
+
+
 def _parameters(source: StoredCheckpoint, key: str, dtype: torch.dtype) -> list[NewTensor]:
     """A parameter in `dtype` and its master, if it is to have one."""
     master = f"master/{name_of(key)}"

@@ -161,6 +161,18 @@ def test_a_mean_and_another_precision(run: Path, tmp_path: Path, command: Comman
         assert torch.equal(wide.read("parameter/head.weight"), last.read("master/head.weight"))
 
 
+def test_a_run_goes_on_from_what_was_rewritten_in_another_precision(
+    run: Path, tmp_path: Path, command: Command
+) -> None:
+    """The stored settings have the new precision: nothing is to be allowed, and it is what a load would convert to."""
+    command("reshard", run, tmp_path / "wide", "--dtype", "fp32")
+    wide = _config(run, precision="fp32", resume="auto")
+    found = _train(wide, tmp_path / "wide", 3, 9)
+    allowed = dataclasses.replace(wide, checkpoint=dataclasses.replace(wide.checkpoint, allow=("train.precision",)))
+    assert found == _train(allowed, Path(shutil.copytree(run, tmp_path / "copy")), 3, 9)
+    assert "fingerprints" not in command("diff", run, tmp_path / "wide", code=1)
+
+
 def test_import_and_start(tmp_path: Path, command: Command) -> None:
     """From Megatron's files to a run, with the config that the tool writes."""
     write_torch_dist(tmp_path / "there", make_weights(GPT2), GPT2, Layout())

@@ -44,7 +44,7 @@ def make(
     optimizer = Optimizer(OptimConfig(weight_decay=0.1, master_weights=master_weights), [data_parallel], mpu)
     training = SimpleNamespace(
         mpu=mpu, stages={0: layer}, data_parallels={0: data_parallel}, optimizer=optimizer, layer=layer,
-        datasets=SimpleNamespace(fingerprint=data, orders=(num_steps * batch,)), num_skipped=0,
+        datasets=SimpleNamespace(fingerprint=data, orders=(num_steps * batch,)), num_skipped=0, skipped_samples=0,
     )  # fmt: skip
     config = FakeConfig(
         TrainConfig(seed=seed, global_batch_size=batch, resume=resume, num_steps=num_steps),
