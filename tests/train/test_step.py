@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megalite.layout import parse_layout
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.data import main_grad
 from megalite.parallel.shard import shard_of
+from megalite.testing.memory import LiveMemory
 from megalite.testing.world import World
 from megalite.train.build import build_training
 from megalite.train.flops import step_flops
@@ -111,6 +113,34 @@ def test_recompute_changes_no_bit(tokens: str, tmp_path: Path) -> None:
         found.append(_grads(training))
     for name, grad in found[0].items():
         assert torch.equal(grad, found[1][name]), name
+
+
+def _memory(mpu: ParallelState, config: Config) -> tuple[int, list[int], int]:
+    """(bytes of the fourth step at most, bytes left after steps, tensors that a graph made and are left)."""
+    training, live, left = _build(config, mpu), LiveMemory(), []
+    train_step(training, 0)
+    with live:
+        for step in range(1, 4):
+            live.peak = 0
+            train_step(training, step)
+            gc.collect()
+            left.append(live.now)
+    graphs = sum(issubclass(type(o), Tensor) and o.grad_fn is not None for o in gc.get_objects())
+    return live.peak, left, graphs
+
+
+def test_memory_grows_neither_with_steps_nor_with_micro_batches(tokens: str, tmp_path: Path, world: World) -> None:
+    """Losses that are collected with their graphs would keep all activations of a step (torchtitan 4430)."""
+    peaks = []
+    for rows in (8, 32):
+        config = config_for("llama", tokens, tmp_path, global_batch_size=rows, num_steps=4)
+        config = dataclasses.replace(config, parallel=ParallelConfig(pp=2))
+        results = world.run(_memory, config, layout=config.parallel, ranks=2, timeout=120)
+        for _, left, graphs in results:
+            assert len(set(left)) == 1 and graphs == 0
+        peaks.append([peak for peak, _, _ in results])
+    for few, many in zip(*peaks, strict=True):
+        assert many < 1.1 * few
 
 
 def test_evaluation_changes_nothing(tokens: str, tmp_path: Path) -> None:
