@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,16 +70,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="kind of device (default: as train.device; auto is cuda)"
     )
-    parser.add_argument("--capacity", type=float, metavar="GB", help="memory of a device in 10^9 bytes, to be compared")
     parser.add_argument(
-        "--expert-load", type=float, default=1.0, help="tokens of a rank's experts over an even share (default 1)"
+        "--capacity", type=_positive, metavar="GB", help="memory of a device in 10^9 bytes, to be compared"
+    )
+    parser.add_argument(
+        "--expert-load", type=_positive, default=1.0, help="tokens of a rank's experts over an even share (default 1)"
     )
     parser.add_argument("--compare", choices=tuple(VARIANTS), help="variants of one option side by side")
     parser.add_argument("--measure", action="store_true", help="run two steps on CPU ranks and count")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that --measure may take (default 600)")
+    parser.add_argument(
+        "--timeout", type=_positive, default=600.0, help="seconds that --measure may take (default 600)"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the bytes by kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return value
 
 
 def _show(config: Config, num_ranks: int, arguments: argparse.Namespace) -> bool:

@@ -58,30 +58,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--cp", type=int, default=4, help="context-parallel ranks (default 4)")
+    parser.add_argument("--cp", type=_positive, default=4, help="context-parallel ranks (default 4)")
     parser.add_argument(
         "--cp-mode", default=",".join(CONTEXT_MODES), help=f"a list of {', '.join(CONTEXT_MODES)}; default: all"
     )
-    parser.add_argument("--cp-ulysses", type=int, default=2, help="ranks of a block of ulysses_ring (default 2)")
-    parser.add_argument("--seq-len", type=int, help="tokens of the row (default: the documents, or 8192)")
+    parser.add_argument("--cp-ulysses", type=_positive, default=2, help="ranks of a block of ulysses_ring (default 2)")
+    parser.add_argument("--seq-len", type=_positive, help="tokens of the row (default: the documents, or 8192)")
     parser.add_argument("--documents", type=_lengths, help="lengths of packed documents; what is left is one more")
-    parser.add_argument("--window", type=int, default=0, help="tokens that a token sees at most (0: no limit)")
-    parser.add_argument("--num-heads", type=int, default=8)
-    parser.add_argument("--num-kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--bytes", type=int, default=2, help="of an element of activations (default 2)")
-    parser.add_argument("--cells", type=int, default=32, help="cells of a side of the picture (default 32)")
+    parser.add_argument("--window", type=_count, default=0, help="tokens that a token sees at most (0: no limit)")
+    parser.add_argument("--num-heads", type=_positive, default=8)
+    parser.add_argument("--num-kv-heads", type=_positive, default=8)
+    parser.add_argument("--head-dim", type=_positive, default=128)
+    parser.add_argument("--bytes", type=_positive, default=2, help="of an element of activations (default 2)")
+    parser.add_argument("--cells", type=_positive, default=32, help="cells of a side of the picture (default 32)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 0")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(text)
+
+
 def _lengths(text: str) -> list[int]:
-    lengths = [int(part) for part in text.split(",")]
-    if min(lengths) < 1:
-        raise argparse.ArgumentTypeError("documents have at least one token")
-    return lengths
+    try:
+        return [_positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: the length {error}") from None
 
 
 def _pictures(arguments: argparse.Namespace) -> Iterator[ContextPicture]:

@@ -224,12 +224,14 @@ class ModelConfig(MoEConfig):
 def rope_problems(model: ModelConfig) -> list[str]:
     """Everything about the rope_ fields that cannot work."""
     found = []
-    dim, kind = model.rotary_dim, model.rope_scaling
     if not 0 < model.rope_theta < math.inf:
         found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
+    if not 0 < model.rope_percent <= 1:
+        return [*found, f"model.rope_percent={model.rope_percent} must be above 0, and at most 1 (all features)"]
+    dim, kind = model.rotary_dim, model.rope_scaling
     if model.rope_percent == 1 and dim % 2:
         found.append(f"model.head_dim={dim} must be even: rotary positions turn pairs of features")
-    elif not 0 < model.rope_percent <= 1 or dim < 2 or dim % 2:
+    elif dim < 2 or dim % 2:
         found.append(
             f"model.rope_percent={model.rope_percent} of a head of {model.head_size} features is {dim};"
             " rotary positions turn pairs: it must be an even number above 0"
@@ -247,16 +249,25 @@ def rope_problems(model: ModelConfig) -> list[str]:
         found.append(
             f"model.rope_scaling={kind} needs the row length that the model was trained on: set rope_original_positions"
         )
-    if model.rope_low_freq_factor >= model.rope_high_freq_factor or model.rope_low_freq_factor <= 0:
-        found.append(
-            f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be above 0 and below"
-            f" rope_high_freq_factor={model.rope_high_freq_factor}"
-        )
-    if not 0 < model.rope_beta_slow < model.rope_beta_fast:
-        found.append(
-            f"model.rope_beta_slow={model.rope_beta_slow} must be above 0 and below"
-            f" rope_beta_fast={model.rope_beta_fast}"
-        )
-    if kind == "yarn" and model.rope_theta == 1:
-        found.append("model.rope_theta=1 turns all features alike, which yarn cannot scale")
+    if model.rope_length is not None and model.rope_length < 1:
+        found.append(f"model.rope_length={model.rope_length} must be at least 1")
+    for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
+        below, above = getattr(model, low), getattr(model, high)
+        if not 0 < below < above < math.inf:
+            found.append(f"model.{low}={below} must be above 0 and below {high}={above}, which must be finite")
+    return found + (_yarn_problems(model) if kind == "yarn" else [])
+
+
+def _yarn_problems(model: ModelConfig) -> list[str]:
+    """What is wrong with the ramp of yarn, and with its factor on cos and sin."""
+    found = [
+        f"model.{name}={getattr(model, name)} must be finite and at least 0"
+        for name in ("rope_mscale", "rope_mscale_all_dim")
+        if not 0 <= getattr(model, name) < math.inf
+    ]
+    factor = model.rope_attention_factor
+    if factor is not None and not 0 < factor < math.inf:
+        found.append(f"model.rope_attention_factor={factor} must be finite and above 0; leave it out for yarn's own")
+    if 0 < model.rope_theta <= 1:
+        found.append(f"model.rope_theta={model.rope_theta} must be above 1 under yarn: later features turn more slowly")
     return found

@@ -57,7 +57,8 @@ class DataParallel:
 
     Adopts the parameters of `units`: their data move into flat buffers (values kept) and each gets `main_grad`, a
     view of the gradient buffer in promote_types(dtype, float32). Parameters created in one storage (q, k, v) stay
-    adjacent, in both. Frozen parameters (requires_grad false) stay where they are, whole, and have no gradient.
+    adjacent, in both. Frozen parameters (requires_grad false) stay where they are, whole, and have no gradient; a tied
+    weight that is frozen at one end of the pipeline only is a ValueError.
     `mpu.config.zero` says what is divided among the ranks (see `megalite.parallel.buckets`). Units on the meta device
     come into being here, one by one, so that no more than one is whole where parameters are divided: `fresh` says how.
 
@@ -89,6 +90,7 @@ class DataParallel:
         self.units, self.mpu, self.queue, self.reduce_dtype = tuple(units), mpu, queue, reduce_dtype
         self.reduces_each_pass = mpu.config.zero >= 2
         _check_units(self.units, has_memory=fresh is None)
+        _check_tied(self.units, mpu.embd)
         assert all(a.shared or not b.shared for a, b in pairwise(self.units)), "shared units must come first"
         self._states = [_adopt(unit, mpu, fresh) for unit in reversed(self.units)]
         self._state_of = {p: state for state in self._states for p in state.learning}
@@ -315,6 +317,20 @@ def _check_units(units: Sequence[Unit], *, has_memory: bool) -> None:
             assert unit.tied or shard.tied_to in (None, shard.name), (
                 f"{shard.name} is a tied copy: unit {unit.name} must be tied"
             )
+
+
+def _check_tied(units: Sequence[Unit], ends: Axis) -> None:
+    """A tied weight learns at both ends of the pipeline or at none: its gradient is a sum over both."""
+    tied = [p for unit in units if unit.tied for p in unit.parameters]
+    if not tied:
+        return
+    here = {shard_of(p).name: "learns" if p.requires_grad else "is frozen" for p in tied}
+    first, *others = ends.gather_objects(here)
+    if any(list(other.values()) != list(first.values()) for other in others):
+        states = ", ".join(f"{name} {state}" for end in (first, *others) for name, state in end.items())
+        raise ValueError(
+            f"a weight is tied over pipeline stages, but {states}; freeze it on both stages, or on neither"
+        )
 
 
 def _adopt(unit: Unit, mpu: ParallelState, fresh: Fresh | None) -> _UnitState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megalite.nn.config import ModelConfig, rope_problems
 from tests.hugging_face import float64
 
 PLAIN = ModelConfig(hidden_size=64, num_heads=4)
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 8}
 
 
 def test_fields_reach_the_tables() -> None:
@@ -50,8 +52,10 @@ def test_part_of_a_head_turns_as_in_gpt_neox(percent: float) -> None:
         ({"rope_theta": -1.0}, "rope_theta=-1.0 must be finite"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"rope_percent": 0.3, "head_dim": 10}, "rope_percent=0.3 of a head of 10 features is 3;"),
-        ({"rope_percent": 0.0}, "is 0;"),
-        ({"rope_percent": 1.5}, "is 24;"),
+        ({"rope_percent": 0.0}, "rope_percent=0.0 must be above 0, and at most 1"),
+        ({"rope_percent": 1.5}, "rope_percent=1.5 must be above 0, and at most 1"),
+        ({"rope_percent": math.nan}, "rope_percent=nan must be above 0"),
+        ({"rope_percent": 0.05}, "is 0;"),
         ({"rope_factor": 2.0}, "rope_factor=2.0 needs rope_scaling, one of linear, ntk, yarn, llama3"),
         ({"rope_original_positions": 8}, "rope_original_positions=8 needs rope_scaling"),
         ({"rope_scaling": "linear", "rope_factor": 0.5}, "rope_factor=0.5 must be finite and at least 1"),
@@ -64,6 +68,20 @@ def test_part_of_a_head_turns_as_in_gpt_neox(percent: float) -> None:
             {"rope_scaling": "yarn", "rope_original_positions": 8, "rope_beta_slow": 40.0},
             "rope_beta_slow=40.0 must be above 0 and below rope_beta_fast=32.0",
         ),
+        (
+            {"rope_scaling": "llama3", "rope_original_positions": 8, "rope_low_freq_factor": math.nan},
+            "rope_low_freq_factor=nan must be above 0",
+        ),
+        (
+            {"rope_scaling": "llama3", "rope_original_positions": 8, "rope_high_freq_factor": math.inf},
+            "rope_high_freq_factor=inf, which must be finite",
+        ),
+        ({"rope_scaling": "ntk", "rope_original_positions": 8, "rope_length": -3}, "rope_length=-3 must be at least 1"),
+        ({**YARN, "rope_attention_factor": 0.0}, "rope_attention_factor=0.0 must be finite and above 0"),
+        ({**YARN, "rope_attention_factor": math.nan}, "rope_attention_factor=nan must be finite"),
+        ({**YARN, "rope_mscale": math.nan}, "rope_mscale=nan must be finite"),
+        ({**YARN, "rope_mscale_all_dim": -7.0}, "rope_mscale_all_dim=-7.0 must be finite and at least 0"),
+        ({**YARN, "rope_theta": 0.5}, "rope_theta=0.5 must be above 1 under yarn"),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:

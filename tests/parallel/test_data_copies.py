@@ -63,6 +63,25 @@ def test_tied_copies_get_the_sum_over_stages_and_data_parallel_ranks(
         assert results[rank][1][0] == sum(10.0**r for r in stage)
 
 
+def _freeze(mpu: ParallelState, ends: tuple[bool, bool]) -> str:
+    """What is said of a tied weight that is frozen at these ends."""
+    name, tied_to, frozen = ("words", None, ends[0]) if mpu.pp.is_first else ("head", "words", ends[1])
+    copy = cut_rows(name, torch.zeros(5, 2, dtype=torch.float64), mpu, tied_to=tied_to)
+    copy.requires_grad_(not frozen)
+    try:
+        DataParallel([Unit("tied", [copy], tied=True)], mpu, queue=WeightGradQueue()).finish()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tied_weight_is_frozen_at_both_ends_or_at_none(world: World) -> None:
+    layout = ParallelConfig(pp=2)
+    assert world.run(_freeze, (True, True), layout=layout) == ["", ""]
+    said = world.run(_freeze, (True, False), layout=layout, timeout=20.0)
+    assert said[0] == said[1] and "words is frozen, head learns; freeze it on both stages" in said[0]
+
+
 def _shared(mpu: ParallelState) -> Tensor:
     """An embedding that the last stage on this rank uses as well, its contribution the last to come."""
     table = whole("words", torch.zeros(5, 2, dtype=torch.float64))

@@ -67,3 +67,7 @@ def test_counted_in_a_step(tmp_path: Path, tokens: str) -> None:
 )
 def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str) -> None:
     assert said in _run(*arguments, code=1).stderr
+
+
+def test_a_device_has_memory() -> None:
+    assert "argument --capacity: -1 must be a finite number above 0" in _run("--capacity", "-1", code=2).stderr

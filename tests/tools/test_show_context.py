@@ -68,3 +68,7 @@ def test_documents_are_told_apart(tmp_path: Path) -> None:
 )
 def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str) -> None:
     assert said in _run(*arguments, code=1).stderr
+
+
+def test_a_window_holds_no_negative_number_of_tokens() -> None:
+    assert "argument --window: -3 must be a whole number of at least 0" in _run("--window", "-3", code=2).stderr
