@@ -90,7 +90,7 @@ def test_explicit_uneven_stages(tokens: str, references: Path, world: World) -> 
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("llama", "dp2"),
+        ("llama", "dp2+mbs1"),
         ("llama", "pp2"),
         pytest.param("moe", "dp2+ep2+zero3+mbs1", marks=pytest.mark.full),
         pytest.param("gpt2", "pp2v2:interleaved+dp2+mbs1", marks=pytest.mark.full),
