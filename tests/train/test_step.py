@@ -213,3 +213,13 @@ def test_ranks_that_do_not_agree_are_stopped(differs: str, tokens: str, tmp_path
     expected = "agreed" if differs == "nothing" else f"other {differs} on rank 1;"
     for found in world.run(_agreement, config, differs, layout=config.parallel, ranks=2):
         assert expected in found
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_a_step_of_a_ramp_is_one_of_a_run_with_such_batches(model: str, tokens: str, tmp_path: Path) -> None:
+    """Loss, balancing terms and gradient are of the rows that there are, not of those that there will be."""
+    ramp = config_for(model, tokens, tmp_path, batch_ramp=(4, 4, 30))
+    small = config_for(model, tokens, tmp_path, global_batch_size=4)
+    found = [train_step(build_training(config, ParallelState.single(), CPU), 0) for config in (ramp, small)]
+    assert found[0].grad_norm == found[1].grad_norm and found[0].loss == found[1].loss
+    assert found[0].num_tokens == found[1].num_tokens == 4 * 32
