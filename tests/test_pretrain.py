@@ -77,6 +77,7 @@ def test_four_ranks_give_the_losses_of_one(config: Path, tmp_path: Path) -> None
     assert [len(rows) for rows in validation] == [2, 2]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_another_layout(config: Path, tmp_path: Path) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert _run(1, config, whole, "--train.precision", "fp64").returncode == 0
@@ -124,6 +125,7 @@ def test_eight_ranks_then_one_then_four(config: Path, tmp_path: Path) -> None:
         assert [a[name] for name in exact] == [b[name] for name in exact]
 
 
+@pytest.mark.full
 def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: Path) -> None:
     """The checkpoint of a V placement resumes, and the trace holds each action of the plan once, in its order."""
     layout = ("--parallel.pp", "2", "--parallel.schedule", "zb_v", "--train.trace-pipeline")
@@ -149,7 +151,9 @@ def test_a_zero_bubble_run_with_a_trace_of_its_pipeline(config: Path, tmp_path: 
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, _rows(tmp_path / "x3"), strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--checkpoint.async-save",))])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ()), pytest.param(2, ("--checkpoint.async-save",), marks=pytest.mark.full)]
+)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(
     ranks: int, options: tuple[str, ...], config: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path
     assert "rank      : 1" in root_cause and "the true reason" in root_cause
 
 
+@pytest.mark.full
 def test_an_error_that_all_ranks_share_is_told_once(tmp_path: Path) -> None:
     job = _torchrun("all_raise", tmp_path, "--nproc-per-node", "2")
     output = _finish(job, tmp_path)
@@ -94,6 +95,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     assert "No rank has told of an error before: one was killed" in output
 
 
+@pytest.mark.full
 def test_a_signal_to_one_rank_stops_all_in_order(tmp_path: Path) -> None:
     job = _torchrun("term", tmp_path, "--nproc-per-node", "2")
     output = _finish(job, tmp_path)
@@ -141,6 +143,7 @@ def test_two_nodes(tmp_path: Path, rendezvous: str) -> None:
         assert f"rank {rank} of 4 ends in order; 2 on its node" in "".join(outputs)
 
 
+@pytest.mark.full
 def test_a_failure_on_one_node_ends_the_other(tmp_path: Path) -> None:
     jobs = _two_agents("raise", tmp_path, "static")
     outputs = [_finish(job, tmp_path, alone=node == 1) for node, job in enumerate(jobs)]

@@ -92,6 +92,14 @@ def _rebuild_parameter(data: TensorRef, *rest: Any) -> TensorRef:
     return data
 
 
+def _member(owner: Any, name: str) -> Inert:
+    """How some versions of Python pickle a member of an enum: getattr(class, name). Of nothing else, or it would reach
+    what it should not."""
+    if isinstance(owner, type) and issubclass(owner, Inert):
+        return owner(name)
+    raise CheckpointError(f"a pickle asks for {name!r} of {owner!r}, which is no enum: it is refused, and was not run")
+
+
 _DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -117,7 +125,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     **{(module, name): made for module in ("builtins", "__builtin__") for name, made in
-       (("set", set), ("frozenset", frozenset), ("bytearray", bytearray), ("complex", complex), ("slice", slice))},
+       (("getattr", _member), ("set", set), ("frozenset", frozenset), ("bytearray", bytearray), ("complex", complex),
+        ("slice", slice))},
 }  # fmt: skip
 _INERT_MODULES = ("megatron.", "torch.distributed.checkpoint.", "numpy.", "transformer_engine.")
 _INERT = {
