@@ -228,14 +228,14 @@ def test_gathered_logits_are_refused(world: World) -> None:
 
 
 def _head_loss(mpu: ParallelState, dtype: torch.dtype, deferring: bool, main: bool) -> dict[str, Tensor]:
-    """linear_cross_entropy of a head whose vocabulary tp does not divide, ragged mask, chunks smaller than the rows."""
+    """linear_cross_entropy of a head whose vocabulary tp does not divide, weighted rows, small chunks."""
     head = ColumnParallelLinear(6, 11, axis=mpu.tp, bias=False).to(dtype)
     initialize(head, seed=1)
     if main:
         head.weight.main_grad = torch.ones_like(head.weight)  # pyright: ignore
     hidden = _values(9, 2, 6).to(dtype).requires_grad_()
     labels = torch.randint(11, (9, 2), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(18).view(9, 2) % 3 != 0).float()
+    mask = (torch.arange(18).view(9, 2) % 4).float()
     queue = WeightGradQueue(deferring=deferring)
     loss = linear_cross_entropy(
         hidden, head.weight, labels, mask, axis=mpu.tp, vocab_size=11, queue=queue, label_smoothing=0.1, z_loss=1e-3
@@ -256,7 +256,7 @@ def test_chunked_head_loss(world: World, monkeypatch: pytest.MonkeyPatch, deferr
     initialize(head, seed=1)
     hidden = _values(9, 2, 6).requires_grad_()
     labels = torch.randint(11, (9, 2), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(18).view(9, 2) % 3 != 0).double()
+    mask = (torch.arange(18).view(9, 2) % 4).double()  # tokens of no weight, of one, and of more
     loss = (_dense_loss(hidden @ head.weight.T, labels, 0.1, 1e-3) * mask).sum()
     grads = torch.autograd.grad(loss * 0.5, [hidden, head.weight])
     expected = {"loss": loss.detach(), "dx": grads[0], "weight": grads[1]}
