@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -208,7 +209,8 @@ class Axis:
         assert is_planned or (group is not None) == (len(ranks) > 1), (
             f"axis {name}: a group is needed exactly for several ranks"
         )
-        self.name, self.ranks, self.rank, self.group = name, tuple(ranks), rank, group
+        self.name, self.ranks, self.rank = name, tuple(ranks), rank
+        self._group = weakref.ref(group) if group is not None else None
         self.size = len(self.ranks)
         self.stats = AxisStats()
         self.last_call = last_call if last_call is not None else LastCall()
@@ -218,6 +220,15 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {compact_ranks(self.ranks)})"
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None on a size-1 axis, and once torch.distributed has ended.
+
+        It is not the axis that keeps it: a group that outlives torch.distributed keeps its threads, and one of them may
+        let go of a tensor while the interpreter shuts down, which ends the process with SIGABRT.
+        """
+        return self._group() if self._group is not None else None
 
     @property
     def is_first(self) -> bool:

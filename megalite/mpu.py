@@ -7,10 +7,10 @@ objects (`megalite.axis`), and is the only place that makes process groups.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,18 +23,23 @@ from megalite.grid import ParallelConfig, RankGrid
 __all__ = ["ParallelConfig", "ParallelState", "RankGrid"]
 
 
-@functools.cache
-def _process_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of `ranks`, made once per process and never destroyed.
+_GROUPS: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
+"""The groups of this process by their global ranks; torch.distributed keeps them, and lets go of them when it ends."""
+
+
+def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of `ranks`, made once in a job.
 
     Recreating a destroyed group of the same ranks hangs (its store key is reused), and each living gloo group
-    costs threads and file descriptors; so groups are shared by rank tuple. `world` keys the cache to one job.
+    costs threads and file descriptors; so groups are shared by rank tuple.
     """
-    if len(ranks) == dist.get_world_size(world):
-        return world
-    with _named_by_ranks():
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), f"new_group({ranks}) was called by a rank outside of it"
+    if len(ranks) == dist.get_world_size():
+        return dist.distributed_c10d._get_default_group()
+    if (group := _GROUPS.get(ranks)) is None:
+        with _named_by_ranks():
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), f"new_group({ranks}) was called by a rank outside of it"
+        _GROUPS[ranks] = group
     return group
 
 
@@ -229,5 +234,4 @@ def make_axis(name: str, ranks: Sequence[int], last_call: LastCall | None = None
         return Axis(name, ranks, 0, last_call=last_call)
     if last_call is not None and last_call.planned is not None:
         return Axis(name, ranks, tuple(ranks).index(last_call.planned), last_call=last_call)
-    world = dist.distributed_c10d._get_default_group()
-    return Axis(name, ranks, tuple(ranks).index(dist.get_rank()), _process_group(world, tuple(ranks)), last_call)
+    return Axis(name, ranks, tuple(ranks).index(dist.get_rank()), _process_group(tuple(ranks)), last_call)

@@ -55,6 +55,8 @@ def main() -> None:
         print(
             f"rank {launch.rank} of {launch.world_size} ends in order; {launch.ranks_per_node} on its node", flush=True
         )
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print(f"rank {mpu.rank} has {sum('gloo' in name for name in names)} threads of gloo left", flush=True)
 
 
 if __name__ == "__main__":
