@@ -13,6 +13,7 @@ from .activation import gelu, swiglu_packed
 from .adamw import fused_adamw_
 from .attention import CausalBackend
 from .attention_kernel import AttentionKernel
+from .clamped_swiglu import weighted_clamped_swiglu, weighted_clamped_swiglu_backward
 from .config import KernelConfig
 from .cross_entropy import ce_grad_, ce_stats
 from .dropout import bias_dropout_add, dropout
@@ -61,6 +62,8 @@ class Kernels:
     sum_of_squares: Callable[[Tensor], Tensor] = sum_of_squares
     weighted_swiglu: Callable[[Tensor, Tensor], Tensor] = weighted_swiglu
     weighted_swiglu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = weighted_swiglu_backward
+    weighted_clamped_swiglu: Callable[[Tensor, Tensor, float, float], Tensor] = weighted_clamped_swiglu
+    weighted_clamped_swiglu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = weighted_clamped_swiglu_backward
     choose_experts: Callable[..., Tensor] = choose_experts
     permute: Callable[..., Tensor] = permute
     unpermute: Callable[[Tensor, Tensor, Tensor], Tensor] = unpermute

@@ -424,6 +424,14 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "compiled": _compiled("weighted_swiglu_backward"),
         "torch": _torch("grouped:weighted_swiglu_backward"),
     },
+    "weighted_clamped_swiglu": {
+        "triton": _triton("clamped_swiglu:weighted_clamped_swiglu"),
+        "torch": _torch("clamped_swiglu:weighted_clamped_swiglu"),
+    },
+    "weighted_clamped_swiglu_backward": {
+        "triton": _triton("clamped_swiglu:weighted_clamped_swiglu_backward"),
+        "torch": _torch("clamped_swiglu:weighted_clamped_swiglu_backward"),
+    },
     "choose_experts": {
         "triton": _triton("routing:choose_experts"),
         "torch": _torch("routing:choose_experts"),

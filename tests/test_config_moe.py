@@ -100,6 +100,8 @@ def test_sound_ones_pass(model: Fields, parallel: Fields, world_size: int) -> No
         ({"router_norm_eps": -1e-9}, "model.router_norm_eps=-1e-09 must be finite and at least 0"),
         ({"router_scale": 0.0}, "model.router_scale=0.0 must be finite and above 0"),
         ({"router_jitter": 1.0}, "model.router_jitter=1.0 must be in [0, 1)"),
+        ({"swiglu_limit": 0.0, "name": "gpt_oss"}, "model.swiglu_limit=0.0 must be finite and above 0"),
+        ({"swiglu_alpha": 2.0}, "model.swiglu_alpha=2.0: only the experts of name=gpt_oss are clamped; leave it out"),
     ],
 )
 def test_routers_that_make_no_sense_are_refused(model: Fields, said: str) -> None:

@@ -6,7 +6,7 @@ import math
 
 from megalite.config.sections import Config
 from megalite.mpu import ParallelConfig
-from megalite.nn.config import ModelConfig
+from megalite.nn.config import ModelConfig, MoEConfig
 from megalite.pattern import pattern_problem
 
 
@@ -143,6 +143,12 @@ def _range_problems(model: ModelConfig) -> list[str]:
     ]
     if not 0 < model.router_scale < math.inf:
         found.append(f"model.router_scale={model.router_scale} must be finite and above 0")
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        value = getattr(model, name)
+        if not 0 < value < math.inf:
+            found.append(f"model.{name}={value} must be finite and above 0")
+        elif model.name != "gpt_oss" and value != getattr(MoEConfig, name):
+            found.append(f"model.{name}={value}: only the experts of name=gpt_oss are clamped; leave it out")
     if not 0 <= model.router_jitter < 1:
         found.append(f"model.router_jitter={model.router_jitter} must be in [0, 1)")
     return found

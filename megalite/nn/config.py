@@ -62,6 +62,10 @@ class MoEConfig:
     """Which tokens a full expert keeps: the most probable or the first."""
     pad_to_capacity: bool = False
     """Fill the unused places of experts with zeros, so that every expert has the same number of tokens."""
+    swiglu_alpha: float = 1.702
+    """Factor on the gate inside the sigmoid of clamped experts (gpt_oss)."""
+    swiglu_limit: float = 7.0
+    """What they clamp at: the gate above, the other factor on both sides (gpt_oss)."""
     shared_ffn_hidden_size: int = 0
     """Width of the expert that every token uses; 0: none."""
     shared_expert_gate: bool = False
@@ -73,7 +77,7 @@ class ModelConfig(MoEConfig):
     """A transformer's architecture and sizes."""
 
     name: str = "llama"
-    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2)."""
+    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2, gpt_oss)."""
     num_layers: int = 8
     """Transformer layers."""
     hidden_size: int = 256

@@ -125,14 +125,32 @@ class ClampedSwigluExperts(Experts):
     """down((up + 1) * gate * sigmoid(alpha gate)) with biases, gate and up clamped: the experts of gpt-oss."""
 
     bias = True
-    limit = 7.0
-    alpha = 1.702
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, kernels: Kernels | None = None):
+        super().__init__(config, mpu, kernels)
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
 
     def activation(self, x: Tensor) -> Tensor:
         """[n, 2 f] -> [n, f]."""
         gate, up = x.chunk(2, -1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    @property
+    def _is_clamped_swiglu(self) -> bool:
+        return type(self).activation is ClampedSwigluExperts.activation
+
+    def weighted(self, x: Tensor, probs: Tensor) -> Tensor:
+        """See `Experts.weighted`."""
+        if not self._is_clamped_swiglu:
+            return super().weighted(x, probs)
+        return self.kernels.weighted_clamped_swiglu(x, probs, self.alpha, self.limit)
+
+    def weighted_backward(self, dy: Tensor, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Experts.weighted_backward`."""
+        if not self._is_clamped_swiglu:
+            return super().weighted_backward(dy, x, probs)
+        return self.kernels.weighted_clamped_swiglu_backward(dy, x, probs, self.alpha, self.limit)
 
 
 def _parameter(shard: Shard) -> nn.Parameter:

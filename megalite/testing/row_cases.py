@@ -12,6 +12,7 @@ from megalite.kernels.cross_entropy import CrossEntropyConfig
 from megalite.kernels.triton import (
     activation,
     adamw,
+    clamped_swiglu,
     cross_entropy,
     dropout,
     grad_norm,
@@ -45,10 +46,18 @@ def _activation_cases(rows: int) -> list[KernelCase]:
     ]
     gate_up, probs = torch.zeros(rows, 2 * 1536, dtype=torch.bfloat16), torch.zeros(rows)
     dout = torch.zeros(rows, 1536, dtype=torch.bfloat16)
+    clamp: dict[str, Any] = {"alpha": 1.702, "limit": 7.0}
     return [
         *cases,
         _case("weighted_swiglu 1536", activation.weighted_swiglu, [gate_up, probs]),
         _case("weighted_swiglu_backward 1536", activation.weighted_swiglu_backward, [dout, gate_up, probs]),
+        _case("clamped_swiglu 1536", clamped_swiglu.weighted_clamped_swiglu, [gate_up, probs], **clamp),
+        _case(
+            "clamped_swiglu_backward 1536",
+            clamped_swiglu.weighted_clamped_swiglu_backward,
+            [dout, gate_up, probs],
+            **clamp,
+        ),
         _case("bias-gelu 16384", activation.gelu, [_rows(rows, 16384), _vector(16384)]),
         _case("gelu 16384", activation.gelu, [_rows(rows, 16384)]),
     ]

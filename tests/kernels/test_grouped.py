@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import activation
+from megalite.kernels.clamped_swiglu import weighted_clamped_swiglu, weighted_clamped_swiglu_backward
 from megalite.kernels.grouped import (
     GroupedBackend,
     accumulate_grouped_bias_grad,
@@ -131,6 +132,24 @@ def test_weighted_swiglu(shape: tuple[int, int], chunk: int, monkeypatch: pytest
     with torch.no_grad():
         torch.testing.assert_close(weighted_swiglu(gate_up, probs), exact, rtol=1e-12, atol=1e-14)
         for ours, want in zip(weighted_swiglu_backward(dy, gate_up, probs), (exact, *grads), strict=True):
+            torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 18])
+@pytest.mark.parametrize("shape", [(5, 7), (0, 4), (300, 21)], ids=str)
+def test_weighted_clamped_swiglu(shape: tuple[int, int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thirds of the values are clamped."""
+    monkeypatch.setattr(activation, "_CHUNK", chunk)
+    gate_up, probs = values(shape[0], 2 * shape[1]).requires_grad_(), values(shape[0], seed=1).requires_grad_()
+    dy, alpha, limit = values(*shape, seed=2), 1.3, 0.4
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    exact = (up + 1) * (gate * torch.sigmoid(gate * alpha)) * probs[:, None]
+    grads = torch.autograd.grad(exact, (gate_up, probs), dy)
+    with torch.no_grad():
+        torch.testing.assert_close(weighted_clamped_swiglu(gate_up, probs, alpha, limit), exact, rtol=1e-12, atol=1e-14)
+        found = weighted_clamped_swiglu_backward(dy, gate_up, probs, alpha, limit)
+        for ours, want in zip(found, (exact, *grads), strict=True):
             torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-14)
 
 

@@ -32,6 +32,7 @@ def total(model: ModelConfig) -> int:
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
         ("lfm2_8b_a1b", 8_339_929_856),
+        ("gpt_oss_20b", 20_914_757_184),
         ("llama3_8b", 8_030_261_248),
     ],
 )

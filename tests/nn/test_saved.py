@@ -25,6 +25,10 @@ SMALL = {name: replace(model, num_layers=min(model.num_layers, 3)) for name, mod
 SMALL["qwen3"] = replace(SMALL["llama"], name="qwen3", head_dim=10)
 SMALL["window"] = replace(SMALL["llama"], window=5, window_layers="but_every:2", attention_softcap=30.0)
 SMALL["sinks"] = replace(SMALL["llama"], attention_sinks=True)
+SMALL["gpt-oss"] = replace(
+    SMALL["moe"], name="gpt_oss", attention_sinks=True, router_bias=True, shared_ffn_hidden_size=0,
+    shared_expert_gate=False,
+)  # fmt: skip
 EXACT = [name for name in SMALL if name not in ("moe-capacity", "moe-exact")]  # dropped choices depend on the data
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import activation as reference
+from megalite.kernels import clamped_swiglu as clamped_reference
 from megalite.kernels import grouped
-from megalite.kernels.triton import activation
+from megalite.kernels.triton import activation, clamped_swiglu
 from megalite.testing.triton_interpreter import count_traffic
 from tests.kernels.interpreter.checks import (
     DTYPES,
@@ -134,6 +135,35 @@ def test_weighted_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert_no_worse(a, b, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(7, 17), (3, 1500), (0, 128)], ids=str)
+def test_weighted_clamped_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, f = shape
+    gate_up, dout = guarded(torch.randn(n, 2 * f).to(dtype), gap=3), guarded(torch.randn(n, f).to(dtype), gap=2)
+    probs = guarded(torch.rand(n, dtype=torch.promote_types(dtype, torch.float32)))
+    alpha, limit = 1.702, 0.75
+
+    def defined(gate_up: Tensor, probs: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha)) * probs[:, None]
+
+    exact = forward_backward(defined, double([gate_up, probs]), double([dout]))
+    theirs = [
+        clamped_reference.weighted_clamped_swiglu(gate_up, probs, alpha, limit),
+        *clamped_reference.weighted_clamped_swiglu_backward(dout, gate_up, probs, alpha, limit),
+    ]
+    with canaries():
+        out = clamped_swiglu.weighted_clamped_swiglu(gate_up, probs, alpha, limit)
+        mine = [out, *clamped_swiglu.weighted_clamped_swiglu_backward(dout, gate_up, probs, alpha, limit)]
+    assert torch.equal(mine[0], mine[1])
+    for a, b, want in zip(mine, theirs, [exact[0], *exact], strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, want, scale=1.0 if a.ndim == 1 else None)
+        assert_no_worse(a, b, want)
+
+
 def test_traffic_is_the_minimum() -> None:
     """Bytes per element of bfloat16 output: 6 and 10 for a gated unit, 4 and 6 (and partial sums) for GELU."""
     x, bias, dout = torch.randn(64, 1024).bfloat16(), torch.randn(1024).bfloat16(), torch.randn(64, 512).bfloat16()
@@ -161,3 +191,6 @@ def test_opcheck() -> None:
     gate_up, probs = torch.randn(3, 8), torch.rand(3)
     torch.library.opcheck(ops.weighted_swiglu.default, (gate_up, probs))
     torch.library.opcheck(ops.weighted_swiglu_backward.default, (torch.randn(3, 4), gate_up, probs))
+    torch.library.opcheck(ops.weighted_clamped_swiglu.default, (gate_up, probs, 1.702, 7.0))
+    given = torch.randn(3, 4), gate_up, probs, 1.702, 7.0
+    torch.library.opcheck(ops.weighted_clamped_swiglu_backward.default, given)

@@ -1,0 +1,40 @@
+"""Mixture-of-experts families over layouts: loss, gradients, norm and stepped weights equal one rank's."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megalite.layout import parse_layout
+from megalite.nn.config import ModelConfig
+from megalite.testing.layouts import prove_layouts
+from megalite.testing.world import World
+from tests.tiny import VOCAB, config_for
+
+GPT_OSS = ModelConfig(
+    name="gpt_oss", num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=10, vocab_size=VOCAB, window=9,
+    window_layers="but_every:2", attention_sinks=True, num_experts=4, top_k=2, expert_ffn_hidden_size=14,
+    router_bias=True, swiglu_limit=0.8, aux_loss="global", aux_loss_coeff=0.05, init_std=0.2,
+)  # fmt: skip
+MODELS = {"gpt-oss": GPT_OSS}
+
+COVER = [("gpt-oss", "tp2+sp+ep2"), ("gpt-oss", "cp2+etp2")]
+FULL = [
+    ("gpt-oss", "tp2"),
+    ("gpt-oss", "tp2+etp2+recompute:full"),
+    ("gpt-oss", "pp2+ep2"),
+    ("gpt-oss", "cp2:ulysses"),
+]
+ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
+
+
+@pytest.mark.parametrize(("model", "layout"), ROWS, ids=[f"{m}-{lay}" for m, lay in (*COVER, *FULL)])
+def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, references: Path, world: World) -> None:
+    """Two steps of four rows each: the second one sees what the first has balanced."""
+    config = config_for("llama", tokens, references, global_batch_size=4, micro_batch_size=1)
+    config = dataclasses.replace(config, model=MODELS[model])
+    (difference,) = prove_layouts(config, [parse_layout(layout)], world, references, timeout=120.0)
+    assert difference.passed, difference.first_diff
+    assert max(difference.loss, difference.grads, difference.grad_norm, difference.weights) < 1e-10
