@@ -51,7 +51,7 @@ define run
 	  echo "an older run was moved to $$old"; fi
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 $(2) --config configs/$(1).yaml
 	@echo
-	$(BIN)/python tools/generate.py --run-dir runs/$(1) --prompt 'Return a new' --num-tokens 120
+	$(BIN)/python tools/generate.py runs/$(1) --prompt 'Return a new' --max-new-tokens 120
 	@echo
 	@echo "The run is in runs/$(1): config.yaml, metrics.jsonl (one object a step), log.txt, tensorboard/, checkpoints/."
 endef

@@ -1,170 +1,231 @@
-"""Samples text from the latest checkpoint of a run.
+"""Continues texts with a trained model, printing them as they grow.
 
-    python tools/generate.py --run-dir runs/demo --prompt 'Return a new' 'The list' --num-tokens 120
+    python tools/generate.py runs/demo --prompt 'Return a new' 'The list' --max-new-tokens 120
+    python tools/generate.py runs/demo/checkpoints/step_00000100 --prompt-file prompts.txt --json
+    torchrun --nproc-per-node 4 tools/generate.py runs/x --layout tp2+pp2 --prompt 'The'
 
-Runs on one process, and reads checkpoints that one process wrote. The exit status is 0, or 1 with a line that says
-what was wrong.
+SRC is a run folder, whose latest checkpoint is meant, or a checkpoint; of any layout. The exit status is 0, or 1 with a
+line that says what was wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import tyro
-from rich.console import Console
-from rich.rule import Rule
-from rich.text import Text
-from torch import Tensor
 
-from megalite.batch import MicroBatch
-from megalite.checkpoint import store
+from megalite.checkpoint.agree import on_first
 from megalite.checkpoint.errors import CheckpointError
-from megalite.config import Config, load_config
-from megalite.data.build import build_datasets
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.models.transformer import StageSpec, Transformer
+from megalite.generate.generator import Generator
+from megalite.generate.load import Precision, Source, find_tokenizer, inference_layout, load_stage, read_source
+from megalite.generate.row import Stop
+from megalite.generate.sampling import Sampling
+from megalite.layout import parse_layout
+from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, ParallelState
-from megalite.parallel.shard import buffer_tensors, shard_of
-from megalite.train.build import build_stage
+from megalite.train.distributed import start
+from megalite.train.run import world_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Sample text from the latest checkpoint of a run."""
+class Arguments(Sampling):
+    """Continue texts with a trained model."""
 
-    run_dir: str
-    """The run folder."""
-    prompt: tuple[str, ...] = ("The",)
-    """Texts to continue."""
-    num_tokens: int = 100
-    """Tokens to add to each prompt; fewer if the document ends before."""
-    temperature: float = 0.8
-    """Divides the logits: lower is safer, 0 always takes the likeliest token."""
-    top_k: int = 50
-    """Sample among this many likeliest tokens only; 0 is all."""
-    seed: int = 0
-    """Seed of the sampling; the same seed gives the same text."""
-    checkpoint: str | None = None
-    """Checkpoint folder, if not the latest of the run."""
-    device: str = "cpu"
-    """Where to run: cpu or cuda."""
+    src: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SRC")]
+    """Run folder or checkpoint."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; - is standard input. Without any, and without --prompt-file: "The"."""
+    prompt_file: str | None = None
+    """A file of prompts: one a line, or of a .jsonl file the field `prompt` of each object; - is standard input."""
+    max_new_tokens: Annotated[int, tyro.conf.arg(aliases=["--num-tokens"])] = 100
+    """Tokens to add to each prompt; fewer if its document ends before."""
+    num_samples: int = 1
+    """Continuations of each prompt, with other samples."""
+    stop: tuple[str, ...] = ()
+    """Texts at which a continuation ends; they are left out."""
+    ignore_eod: bool = False
+    """Go on where a document ends."""
+    batch_size: int = 16
+    """Rows that are generated side by side."""
+    context: int | None = None
+    """Most tokens that the model sees; by default the row length that it was trained on. A longer text loses its oldest
+    tokens, a quarter of them at a time."""
+    json: bool = False
+    """Print one JSON object a continuation, in the order of the prompts, when its batch is done."""
+    layout: str | None = None
+    """How the model is cut over the ranks of torchrun: tp2+pp2, ep2, ...; by default tp over all."""
+    dtype: Precision = "auto"
+    """Precision of the weights: auto is the run's on a GPU, fp32 on a CPU."""
+    tokenizer: str | None = None
+    """Tokenizer, if not that of the run: `byte`, a sentencepiece model, or a tokenizer.json."""
+    device: str = "auto"
+    """Where to run: cpu, cuda, or auto."""
 
 
 class GenerateError(ValueError):
-    """The run cannot be sampled as asked; the message says what to do."""
+    """What was asked for cannot be done; the message says why."""
 
 
 def usage_errors(args: Arguments) -> list[str]:
     """What is wrong with the arguments, found before any work."""
-    found = [
-        f"--{name.replace('_', '-')}={getattr(args, name)} must be at least {least}"
-        for name, least in (("num_tokens", 1), ("temperature", 0.0), ("top_k", 0))
-        if getattr(args, name) < least
-    ]
-    if not (Path(args.run_dir) / "config.yaml").is_file():
-        found.append(f"--run-dir={args.run_dir} is not a run folder: it has no config.yaml")
+    found = args.problems()
+    for name in ("max_new_tokens", "num_samples", "batch_size", "context"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            found.append(f"--{name.replace('_', '-')}={value} must be at least 1")
+    if not Path(args.src).exists() and "://" not in args.src:
+        found.append(f"{args.src} does not exist; it should be a run folder or a checkpoint")
+    if args.device not in ("auto", "cpu", "cuda"):
+        found.append(f"--device={args.device} must be cpu, cuda or auto")
     return found
 
 
-def load_run(run_dir: Path, checkpoint: Path | None, device: torch.device) -> tuple[Transformer, Config, int]:
-    """The model of a run as one stage with its trained weights, the run's config, and the steps it was trained."""
-    config = load_config(["--config", str(run_dir / "config.yaml")])
-    config = dataclasses.replace(config, parallel=ParallelConfig())
-    folder = checkpoint or store.latest(run_dir)
-    if folder is None:
-        raise GenerateError(f"{run_dir} has no checkpoint yet")
-    mpu = ParallelState.single()
-    model = build_stage(config, mpu, StageSpec(0, 1, range(config.model.num_layers)), device)
-    weights = [(shard_of(parameter), parameter.data) for parameter in model.parameters()]
-    manifest = store.load(folder, {"parameter": weights} | buffer_tensors(model), mpu)
-    return model.eval(), config, manifest.step
+def read_prompts(args: Arguments) -> list[str]:
+    """The texts to continue, each as often as it is to be sampled."""
+    texts = [sys.stdin.read() if text == "-" else text for text in args.prompt]
+    if args.prompt_file is not None:
+        texts += _lines(args.prompt_file)
+    texts = texts or (["The"] if args.prompt_file is None else [])
+    if not texts:
+        raise GenerateError(f"--prompt-file={args.prompt_file} has no prompt")
+    return [text for text in texts for _ in range(args.num_samples)]
 
 
-def find_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of a run's data."""
-    if config.data.tokenizer:
-        return load_tokenizer(config.data.tokenizer)
-    datasets = build_datasets(config.data, seed=config.train.seed, num_samples=None, vocab_size=config.model.vocab_size)
-    if datasets.tokenizer is None:
+def _lines(path: str) -> list[str]:
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not path.endswith(".jsonl"):
+        return lines
+    try:
+        return [str(json.loads(line)["prompt"]) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GenerateError(f"--prompt-file={path}: every line should be an object with a field prompt") from error
+
+
+def layout_of(args: Arguments, num_ranks: int) -> ParallelConfig:
+    """The layout that is asked for; ValueError where it is none, or not for so many ranks."""
+    if args.layout is None:
+        return inference_layout(ParallelConfig(tp=num_ranks), num_ranks)
+    layout = parse_layout(args.layout)
+    if layout.num_ranks != num_ranks:
         raise GenerateError(
-            "the data of this run do not say which tokenizer made them; set data.tokenizer in config.yaml"
+            f"--layout {args.layout} has {layout.num_ranks} ranks, and there are {num_ranks}:"
+            f" torchrun --nproc-per-node {layout.num_ranks} tools/generate.py ..."
         )
-    return datasets.tokenizer
+    if layout.dp > 1 and layout.parallel.ep * layout.parallel.etp == 1:
+        raise GenerateError(f"--layout {args.layout}: data-parallel ranks would all say the same; leave out dp")
+    return inference_layout(layout.parallel, num_ranks)
 
 
-def pick(logits: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """The next token from `logits` [vocab]."""
-    if temperature == 0.0:
-        return int(logits.argmax())
-    scaled = logits.detach().to("cpu", torch.float64) / temperature
-    if 0 < top_k < scaled.numel():
-        kept = scaled.topk(top_k)
-        return int(kept.indices[torch.multinomial(kept.values.softmax(0), 1, generator=generator)])
-    return int(torch.multinomial(scaled.softmax(0), 1, generator=generator))
+class Printer:
+    """Shows rows one after another: the first that has not ended as it grows, and of others what they have by then."""
+
+    def __init__(self, prompts: Sequence[str]):
+        self._prompts, self._current, self._begun = prompts, 0, False
+        self._waiting: dict[int, str] = {}
+        self._ended: set[int] = set()
+
+    def __call__(self, number: int, piece: str, last: bool) -> None:
+        """Takes a piece of a row."""
+        self._waiting[number] = self._waiting.get(number, "") + piece
+        if last:
+            self._ended.add(number)
+        while self._current in self._waiting:
+            self._show(self._current)
+            if self._current not in self._ended:
+                return
+            del self._waiting[self._current]
+            print("\n", flush=True)
+            self._current, self._begun = self._current + 1, False
+
+    def _show(self, number: int) -> None:
+        if not self._begun:
+            prompt = self._prompts[number]
+            print(f"\033[1m{prompt}\033[0m" if sys.stdout.isatty() else prompt, end="")
+            self._begun = True
+        print(self._waiting[number], end="", flush=True)
+        self._waiting[number] = ""
 
 
-@torch.no_grad()
-def continue_tokens(
-    model: Transformer, prompt: Sequence[int], args: Arguments, *, window: int, eod: int, device: torch.device
-) -> list[int]:
-    """Up to `args.num_tokens` tokens after `prompt`, until `eod`. The model sees the last `window` tokens."""
-    generator = torch.Generator().manual_seed(args.seed)
-    tokens = list(prompt)
-    for _ in range(args.num_tokens):
-        logits = model.logits(_one_row(tokens[-window:], device))
-        token = pick(logits[-1, 0], temperature=args.temperature, top_k=args.top_k, generator=generator)
-        if token == eod:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]
-
-
-def _one_row(tokens: Sequence[int], device: torch.device) -> MicroBatch:
-    """A micro-batch of one row without labels."""
-    column = torch.tensor(tokens, device=device)[:, None]
-    return MicroBatch(
-        tokens=column,
-        labels=torch.zeros_like(column),
-        loss_mask=torch.zeros(column.shape, device=device),
-        positions=torch.arange(len(tokens), device=device)[:, None],
-        samples=torch.zeros(1, dtype=torch.int64, device=device),
-        step=0,
+def run(args: Arguments, mpu: ParallelState, device: torch.device) -> None:
+    """Loads the model on this rank and prints, on the first, every prompt with its continuation."""
+    speaks = mpu.world.is_first
+    source = read_source(args.src, mpu)
+    tokenizer = find_tokenizer(source, args.tokenizer)
+    prompts = read_prompts_together(args, mpu)
+    loaded = load_stage(source, mpu, device, args.dtype)
+    generator = Generator(loaded.stage, mpu, device, context=context_of(args, source))
+    if speaks:
+        print(f"{source.path} after step {loaded.step}, {loaded.stage.hidden_dtype} on {device.type}", file=sys.stderr)
+    printer = Printer(prompts) if speaks and not args.json else None
+    stop = Stop(
+        max_new_tokens=args.max_new_tokens,
+        tokens=() if args.ignore_eod else (tokenizer.eod,),
+        strings=args.stop,
     )
-
-
-def run(args: Arguments, console: Console) -> None:
-    """Loads the model and prints each prompt with its continuation."""
-    device = torch.device(args.device)
-    model, config, step = load_run(Path(args.run_dir), Path(args.checkpoint) if args.checkpoint else None, device)
-    tokenizer = find_tokenizer(config)
-    console.print(f"{args.run_dir} after step {step}, temperature {args.temperature}, top-k {args.top_k}", style="dim")
-    for prompt in args.prompt:
+    for begin in range(0, len(prompts), args.batch_size):
+        texts = prompts[begin : begin + args.batch_size]
         # An empty prompt begins a document, as the end of another one does.
-        ids = tokenizer.encode(prompt) or [tokenizer.eod]
-        new = continue_tokens(model, ids, args, window=config.data.seq_len, eod=tokenizer.eod, device=device)
-        whole = tokenizer.decode([*ids, *new])
-        console.print(Rule(style="dim"))
-        console.print(Text(prompt, style="bold"), Text(whole.removeprefix(prompt)), sep="")
-    console.print(Rule(style="dim"))
+        ids = [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
+        numbers = range(begin, begin + len(texts))
+        found = generator.generate(ids, args, stop, numbers=numbers, tokenizer=tokenizer, on_text=printer)
+        for text, completion in zip(texts, found, strict=True):
+            if speaks and args.json:
+                print(json.dumps({"prompt": text} | dataclasses.asdict(completion)), flush=True)
+    speed = generator.speed
+    if speaks:
+        print(
+            f"{speed.prompt_tokens} prompt tokens in {speed.prefill_seconds:.2f} s,"
+            f" {speed.new_tokens} new ones at {speed.tokens_per_second:,.1f} tokens/s",
+            file=sys.stderr,
+        )
+
+
+def read_prompts_together(args: Arguments, mpu: ParallelState) -> list[str]:
+    """The texts to continue on every rank: standard input and files are read by the first alone."""
+    return on_first(mpu, "no prompts", lambda: read_prompts(args))
+
+
+def context_of(args: Arguments, source: Source) -> int:
+    """The most tokens that the model sees; GenerateError beyond what its learned positions cover."""
+    model = source.config.model
+    most = model.max_positions if MODELS[model.name].learned_positions else None
+    if args.context is not None and most is not None and args.context > most:
+        raise GenerateError(f"--context={args.context}: {args.src} has learned positions for {most} tokens")
+    return args.context or (source.context if most is None else min(source.context, most))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = tyro.cli(Arguments, args=argv, description=__doc__)
-    problems = usage_errors(args)
     try:
-        if not problems:
-            run(args, Console(highlight=False, soft_wrap=True))
-    except (GenerateError, CheckpointError, OSError, ValueError) as error:
-        problems = [str(error)]
-    for problem in problems:
-        print(f"generate.py: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+        if problems := usage_errors(args):
+            raise SystemExit("\n".join(problems))
+        layout = layout_of(args, world_size())
+        with start(args.device) as launch, _told_plainly():
+            run(args, ParallelState.build(layout), launch.device)
+    except (SystemExit, ValueError) as error:
+        for line in str(error).splitlines():
+            print(f"generate.py: {line}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """Ends the job with the message alone, where an error says what the user can mend."""
+    try:
+        yield
+    except (CheckpointError, ValueError, OSError, ImportError) as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

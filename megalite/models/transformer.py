@@ -18,6 +18,7 @@ from megalite.kernels.rope import rope_tables
 from megalite.kernels.saved import Saved, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
+from megalite.nn.cache import Cache, rows_of
 from megalite.nn.config import ModelConfig, rope_problems
 from megalite.nn.context import EMBEDDING_SITE, Context, Site, layer_site
 from megalite.nn.mlp import ParallelMLP
@@ -263,26 +264,49 @@ class Transformer(nn.Module):
         return logits_bytes(self.head, shape.tokens, shape.dtype, shape.device) if self.head is not None else 0
 
     def logits(self, batch: MicroBatch) -> Tensor:
-        """[s, b, vocab] of a model that is one stage, for sampling and evaluation."""
-        assert self.stage.num_stages == 1 and self.head is not None, "logits need the whole model in one stage"
-        context = self._context(batch)
-        x = self._embed(context)
-        for layer in self.layers.values():
-            x = layer(x, context)
-        return gather_from(self.head(self._enter_head(x)), self.mpu.tp, -1, self.config.vocab_size)
+        """[s, b, vocab] of a model that is one stage, for evaluation."""
+        assert self.stage.num_stages == 1, "logits need the whole model in one stage"
+        return self.infer(None, batch)
 
-    def _context(self, batch: MicroBatch) -> Context:
+    def infer(self, x: Tensor | None, batch: MicroBatch, cache: Cache | None = None, *, last: bool = False) -> Tensor:
+        """Hidden states in and out as in forward; the last stage returns logits [s, b, vocab], whole on every tp rank.
+
+        cache: of the tokens before these, to which it adds them (`batch` is one that it made). last: logits [1, b,
+        vocab] of the last token alone.
+        """
+        context = self._context(batch, cache)
+        hidden = self._embed(context) if x is None else x
+        for layer in self.layers.values():
+            hidden = layer(hidden, context)
+        if cache is not None:
+            cache.advance(batch.seq_len)
+        if not self.stage.is_last or self.head is None:
+            return hidden
+        assert not (last and self.sequence_parallel), (
+            "the last token is on one tp rank alone under sequence parallelism"
+        )
+        hidden = self._enter_head(hidden[-1:] if last else hidden)
+        return gather_from(self.head(hidden), self.mpu.tp, -1, self.config.vocab_size)
+
+    def _context(self, batch: MicroBatch, cache: Cache | None = None) -> Context:
         rows = pad_rows(batch, self._row_multiple)
         batch, cut = cut_rows(rows, self.mpu.cp, self.config.common_window)
-        rope = None
-        if self.rotary_positions:
-            wide = torch.promote_types(self.hidden_dtype, torch.float32)
-            config = self.config
-            rope = rope_tables(batch.positions, config.rotary_dim, config.rope_theta, wide, config.rope)
         index = sequence_part(batch.token_index, self.mpu.tp, self.sequence_parallel)
+        rope = self._rope(batch.positions, cache) if self.rotary_positions else None
         return Context(
-            batch=batch, rows=rows, cut=cut, token_index=index, rope=rope, seed=self.seed, training=self.training
-        )
+            batch=batch, rows=rows, cut=cut, token_index=index, rope=rope, seed=self.seed, training=self.training,
+            cache=cache,
+        )  # fmt: skip
+
+    def _rope(self, positions: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor]:
+        """Rotary tables of `positions`; with a cache, made once for all that it has room for."""
+        if cache is not None:
+            if cache.tables is None:
+                cache.tables = self._rope(torch.arange(cache.capacity, device=positions.device)[:, None])
+            return rows_of(cache.tables, positions)
+        config = self.config
+        wide = torch.promote_types(self.hidden_dtype, torch.float32)
+        return rope_tables(positions, config.rotary_dim, config.rope_theta, wide, config.rope)
 
     def _embed(self, context: Context) -> Tensor:
         assert self.embedding is not None, f"stage {self.stage.index} needs hidden states"

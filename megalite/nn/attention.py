@@ -102,7 +102,7 @@ class ParallelAttention(nn.Module):
                 context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
             )
             dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
-        whole = context.cut.axis.size == 1 and context.batch.documents is None
+        whole = context.cut.axis.size == 1 and context.batch.documents is None and context.cache is None
         if whole and (backend := self._causal_backend(qkv.device, p, context.batch.seq_len)) is not None:
             return self._mix(qkv, backend, dropout, context.rope)
         q, k, v = self.heads(qkv)
@@ -131,20 +131,26 @@ class ParallelAttention(nn.Module):
         """
         return self.kernels.attention(self.traits(like, dropout=dropout), self.scale)
 
+    @property
+    def is_standard(self) -> bool:
+        """Whether `kernel` is one of the framework's: softmax attention, with a softcap at most."""
+        return type(self).kernel is ParallelAttention.kernel
+
     def _attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None, context: Context
     ) -> Tensor:
         """[s, b, heads, d] of this rank's queries on all keys that they see, by intervals of places."""
-        kernel = self.kernel(q, dropout.p if dropout is not None else 0.0)
         sinks = self.sinks.weight if self.sinks is not None else None
+        if context.cache is not None:
+            return context.cache.attend(self, q, k, v, sinks)
+        kernel = self.kernel(q, dropout.p if dropout is not None else 0.0)
         if context.cut.axis.size > 1:
             return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=sinks)
         return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=sinks)
 
     def _causal_backend(self, device: torch.device, dropout: float, seq_len: int) -> CausalBackend | None:
         """The backend for whole rows of one document; None where it is more than causal attention."""
-        own = type(self).kernel is not ParallelAttention.kernel
-        if own or 0 < self.window < seq_len or not self.is_plain:
+        if not self.is_standard or 0 < self.window < seq_len or not self.is_plain:
             return None
         return self.kernels.causal_attention(Traits(device=device, dropout=dropout, seq_len=seq_len))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.axis import Axis
 from megalite.batch import MicroBatch
 from megalite.kernels.attention_mask import AttentionMask, first_seen
+from megalite.nn.cache import Cache
 from megalite.parallel.context import RowCut, cut_rows
 
 
@@ -39,6 +40,7 @@ class Context:
     batch: this context-parallel rank's part of the rows; rows: the rows before that cut, and cut: how it was made.
     token_index: int64 [s_local, b], the global token numbers of the rows this rank's residual stream holds.
     rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions. training switches dropout on.
+    cache: what the layers keep of the tokens before these, when a text is generated (None: these are all).
     """
 
     batch: MicroBatch
@@ -48,6 +50,7 @@ class Context:
     rope: tuple[Tensor, Tensor] | None
     seed: int
     training: bool
+    cache: Cache | None = None
     masks: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     shared: dict[str, Any] = field(default_factory=dict, compare=False)
 

@@ -68,7 +68,11 @@ class GatedShortConv(nn.Module):
         if context.batch.token_mask is not None:
             mask = sequence_part(context.batch.token_mask, self.tp, self.sequence_parallel)
             x = x.masked_fill(~mask[..., None], 0.0)
-        return self.proj(self.kernels.short_conv(self.in_proj(x), self.conv, self._halo(context)))
+        bcx = self.in_proj(x)
+        if context.cache is not None:
+            bcx = context.cache.with_past(self, bcx, self.conv.shape[1] - 1)
+        y = self.kernels.short_conv(bcx, self.conv, self._halo(context))
+        return self.proj(y[len(y) - len(x) :] if context.cache is not None else y)
 
     def saved(self, shape: BatchShape) -> Saved:
         """The inputs of both linears and of the convolution; of padded rows, which tokens are real."""

@@ -1,0 +1,1 @@
+"""Generation of text by trained models, and their evaluation."""
