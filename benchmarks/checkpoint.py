@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
 import shutil
@@ -42,6 +41,7 @@ from megalite.checkpoint import store
 from megalite.checkpoint.background import Snapshot
 from megalite.checkpoint.manifest import Tensors, held
 from megalite.config import load_config
+from megalite.files import output_file, replace_json
 from megalite.mpu import ParallelState
 from megalite.parallel.shard import Shard
 from megalite.train.build import build_training
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the model that trains")
     parser.add_argument("--hidden", type=int, default=512, help="its hidden size")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the tables as JSON")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     logging.getLogger("megalite").setLevel(logging.ERROR)
@@ -265,7 +265,7 @@ def main() -> None:
         table.add_row(name, f"{cost[name]:.3f}")
     console.print(table, f"a step: {cost['step s']:.3f} s, the state: {cost['MiB']:.0f} MiB")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"rates": rows, "stall": cost}, indent=1) + "\n")
+        replace_json(arguments.json, {"rates": rows, "stall": cost})
 
 
 if __name__ == "__main__":

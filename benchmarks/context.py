@@ -9,10 +9,8 @@ All take turns, and the best turn of each counts; the time of a turn is that of 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.files import output_file, replace_json
 from megalite.kernels.attention import attention
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_mask import AttentionMask, first_seen
@@ -229,7 +228,7 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=DTYPES, nargs="+", default=["fp32"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
     results = []
     with World(2) as world:
@@ -239,7 +238,7 @@ def main() -> None:
                     results.append(compare(world, seq_len, documents, precision, arguments.rounds))
     Console(width=110).print(_table(results))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        replace_json(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ block of scores with its temporaries.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megalite.batch import MicroBatch
+from megalite.files import output_file, replace_json
 from megalite.layout import parse_layout
 from megalite.models.llama import Llama
 from megalite.mpu import ParallelState
@@ -72,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("tokens", "layout", "kept MB", "x cp", "peak MB", "x cp"):
@@ -85,7 +84,7 @@ def main() -> None:
             table.add_row(str(row["seq_len"]), row["layout"], *figures)
     Console(width=110).print(table)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ ways take turns, and the best round of each counts. Dropout in aten draws other 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from megalite.files import output_file, replace_json
 from megalite.kernels import compiled, norm
 from megalite.kernels.activation import gelu, swiglu_packed
 from megalite.kernels.attention import attention
@@ -322,7 +321,7 @@ def main() -> None:
         ("vocab", 32000),
     ):
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     if (problem := compile_problem(Traits())) is not None:
         sys.exit(f"cpu_kernels.py: torch.compile {problem}")
@@ -334,7 +333,7 @@ def main() -> None:
     found = rows(sizes, arguments, console)
     console.print(table(found, sizes))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        replace_json(arguments.json, found)
 
 
 if __name__ == "__main__":

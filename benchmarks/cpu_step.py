@@ -12,7 +12,6 @@ malloc keeps freed memory, and float32 products may use oneDNN. Cases with sever
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -20,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from floor import GemmFloor
@@ -31,6 +29,7 @@ from table import make_table
 from team import Team
 from torch import distributed as dist
 
+from megalite.files import output_file, replace_json
 from megalite.layout import parse_layout
 from megalite.nn.config import ModelConfig
 from megalite.train.step import train_step
@@ -201,7 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--num-layers", type=int, default=LLAMA_32M.num_layers, help="for a quick look at a small model"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     arguments.model = ModelConfig(**{**vars(LLAMA_32M), "num_layers": arguments.num_layers})
     console = Console() if sys.stdout.isatty() else Console(width=120)
@@ -210,7 +209,7 @@ def main() -> None:
     ]
     console.print(_table(rows))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

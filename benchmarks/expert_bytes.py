@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megalite.config import Config, load_config
+from megalite.files import output_file, replace_json
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelState
 from megalite.testing.world import World
@@ -73,7 +73,7 @@ def total(world: World, config: Config, text: str) -> Counter[str]:
 def main() -> None:
     """Counts and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     config = load_config(["--config", str(CONFIG)])
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="fp32"))
@@ -88,7 +88,7 @@ def main() -> None:
         table.add_row(str(row["layout"]), str(row["tokens"]), f"{sent[EXCHANGE]:,}", f"{row['share']:.4f}", others)
     (Console() if sys.stdout.isatty() else Console(width=150)).print(table)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

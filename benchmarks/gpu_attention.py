@@ -8,7 +8,6 @@ GPU, in triton's interpreter (TRITON_INTERPRET=1), sizes are tiny and times mean
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from megalite.files import replace_json
 from megalite.kernels import grouped as grouped_reference
 from megalite.kernels import linear as linear_reference
 from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, attend
@@ -434,7 +434,7 @@ def main() -> None:
     rows = measure(device, tiny)
     print(table(rows), *wrong, sep="\n")
     if options.output:
-        options.output.write_text(json.dumps({"errors": wrong, "rows": [asdict(row) for row in rows]}, indent=1))
+        replace_json(options.output, {"errors": wrong, "rows": [asdict(row) for row in rows]})
     if wrong:
         raise SystemExit(1)
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import gpu_attention
+from megalite.files import output_file, replace_json, replace_text
 from megalite.kernels import adamw, dropout, rope, softmax
 from megalite.kernels.cross_entropy import CrossEntropyConfig
 from megalite.kernels.grad_norm import sum_of_squares
@@ -120,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all numbers there")
+    parser.add_argument("--markdown", type=output_file, metavar="FILE", help="write the table there")
     parser.add_argument("--only", default="", help="only operations whose name contains this")
     parser.add_argument("--seconds", type=float, default=330.0, help="begin no further operation after so long")
     parser.add_argument("--check", action="store_true", help="correctness only, in the interpreter")
@@ -452,11 +451,11 @@ def _write(
     ]
     print(*lines, sep="\n")
     if arguments.markdown is not None:
-        arguments.markdown.write_text("\n".join(lines) + "\n")
+        replace_text(arguments.markdown, "\n".join(lines) + "\n")
     if arguments.json is not None:
         result = {"machine": machine, "errors": list(errors), "rows": [asdict(row) for row in rows]}
         result["products"] = [asdict(row) for row in products]
-        arguments.json.write_text(json.dumps(result, indent=1))
+        replace_json(arguments.json, result)
     if errors:
         sys.exit(1)
 

@@ -12,13 +12,11 @@ path found. Routing is balanced (every expert the same number of tokens) or skew
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,6 +28,7 @@ from table import make_table
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
+from megalite.files import output_file, replace_json
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import GroupedChoice, KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
@@ -351,7 +350,7 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=1024, help="width of an expert (default 1024)")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each implementation (default 5)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     if arguments.tokens % ROWS:
         parser.error(f"--tokens {arguments.tokens} is not a multiple of {ROWS}")
@@ -371,7 +370,7 @@ def main() -> None:
                     rows += measure(setting, arguments.rounds)
     console.print(_table(rows, arguments.tokens))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

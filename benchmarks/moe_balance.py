@@ -25,6 +25,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from megalite.config import load_config
+from megalite.files import output_file, replace_json
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/moe_demo.yaml"
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=120)
     rows = measure(arguments.seeds, arguments.steps, arguments.jobs, console)
@@ -119,7 +120,7 @@ def main() -> None:
         table.add_row(str(row["arm"]), *(f"{row[key]:.3f}" for key in ("loss", "loss_sd", "violation")))
     console.print(table)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ bound is the makespan or, where that is longer, all work divided by the cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +26,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megalite.batch import MicroBatch
+from megalite.files import output_file, replace_json
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.tensor import ColumnParallelLinear, share_queue
 from megalite.parallel.wgrad import WeightGradQueue
@@ -323,7 +322,7 @@ def main() -> None:
     parser.add_argument("--unit-ms", type=float, default=20.0, help="sleep of a rank's share of F, I and W")
     parser.add_argument("--width", type=int, default=768, help="features of the products")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     arguments = parser.parse_args()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     console = Console()
@@ -336,7 +335,7 @@ def main() -> None:
             sizes = f"{arguments.ranks} ranks, {arguments.num_microbatches} micro-batches"
             console.print(table_of([r for r in of_work if r is not None], f"{sizes}, {titles[work]}"))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        replace_json(arguments.json, [asdict(result) for result in results])
 
 
 def _run_one(

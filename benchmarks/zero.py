@@ -16,7 +16,6 @@ count their own, the calls of the others are counted by the same formulas. loss:
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -39,6 +38,7 @@ from team import Team
 from torch import distributed as dist
 from zero_contenders import Megalite, Size, contenders, load_libraries, make_contender
 
+from megalite.files import output_file, replace_json
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.nn.config import ModelConfig
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--plain-malloc", action="store_true", help="leave malloc as it is, for all contenders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the rows as JSON")
     arguments = parser.parse_args()
     size = replace(
         SMALL if arguments.small else FULL,
@@ -231,7 +231,7 @@ def main() -> None:
     for name, reason in race.missing.items():
         console.print(f"{name}: {reason}", highlight=False, markup=False)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

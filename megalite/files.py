@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+
+def output_file(text: str) -> Path:
+    """The type of a command's argument that names a file to write: an error before any work if it cannot be made."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}, make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: folder {path.parent} may not be written to")
+    return path
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -11,11 +26,20 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode())
 
 
+def replace_json(path: Path, value: Any) -> None:
+    """`replace_text` of a value as JSON, indented."""
+    replace_text(path, json.dumps(value, indent=1) + "\n")
+
+
 def replace_bytes(path: Path, content: bytes) -> None:
     """Writes `path` so that a reader, or a crash, sees the old file or the new one, never a part.
 
-    On disk when it returns. Processes that write the same file at once do not mix: the last one wins.
+    On disk when it returns. Processes that write the same file at once do not mix: the last one wins. A link, a device
+    or a pipe (/dev/stdout) is written through, not replaced.
     """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(content)
+        return
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     with fresh.open("wb") as file:
         file.write(content)

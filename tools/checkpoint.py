@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from megalite.config import Config
 from megalite.config.check import check
 from megalite.config.load import from_dict
 from megalite.config.values import dump_yaml
+from megalite.files import output_file, replace_json
 from megalite.layout import parse_layout
 from megalite.train.held import stored_boxes
 from megalite.train.resume import identity
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "what a checkpoint holds")
     inspect.add_argument("checkpoint", metavar="CHECKPOINT")
     inspect.add_argument("--tensors", metavar="PATTERN", help="list tensors like this one by one, such as 'layers.3.*'")
-    inspect.add_argument("--json", type=Path, metavar="FILE", help="write it all, with every tensor")
+    inspect.add_argument("--json", type=output_file, metavar="FILE", help="write it all, with every tensor")
 
     verify = command("verify", _verify, "read everything and compare it with its checksums")
     verify.add_argument("checkpoint", metavar="CHECKPOINT")
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, default=0.0, metavar="X", help="relative differences max|a-b| / max|a| to pass over"
     )
     diff.add_argument("--rows", type=int, default=40, metavar="N", help="tensors to show (default 40; 0: all)")
-    diff.add_argument("--json", type=Path, metavar="FILE", help="write all differences")
+    diff.add_argument("--json", type=output_file, metavar="FILE", help="write all differences")
 
     reshard = command("reshard", _reshard, "write a checkpoint into other files, bit for bit, or in another precision")
     reshard.add_argument("source", metavar="CHECKPOINT")
@@ -179,7 +179,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         if changed is not None:
             console.print(pairs_table("Settings that are not the defaults", changed))
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(_described(found, changed), indent=1) + "\n")
+            replace_json(arguments.json, _described(found, changed))
     return 0
 
 
@@ -263,7 +263,7 @@ def _diff(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"b: {escape(str(b))}, step {b.manifest.step}")
     _print_comparison(found, arguments, console)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(_comparison_values(found), indent=1) + "\n")
+        replace_json(arguments.json, _comparison_values(found))
     return 0 if found.is_equal else 1
 
 

@@ -9,7 +9,6 @@ pretrain_gpt.py.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megalite.config import Config, ConfigError, check, load_config
+from megalite.files import output_file, replace_json
 from megalite.layout import Layout, parse_layout
 from megalite.testing.layouts import TOLERANCE, LayoutDifference, proof_config, prove_layouts
 from megalite.testing.world import World
@@ -49,7 +49,7 @@ def main() -> None:
     rows = _prove(config, layouts, arguments, console)
     console.print(_table(rows))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([row.as_row() for row in rows], indent=1) + "\n")
+        replace_json(arguments.json, [row.as_row() for row in rows])
     failed = [row for row in rows if not row.passed]
     for row in failed:
         console.print(f"{row.layout} differs first in {row.first_diff}", style="red", highlight=False)
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-steps", type=int, default=3, help="steps with each optimizer (default 3)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a layout may take (default 900)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the table as JSON")
     return parser
 
 

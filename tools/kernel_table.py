@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megalite.files import output_file, replace_json
 from megalite.testing.kernel_baseline import BASELINE, PublicKernel
 from megalite.testing.kernel_cases import KernelCase
 from megalite.testing.matrix_cases import matrix_cases
@@ -35,7 +34,7 @@ def main() -> None:
     rows = list(_compile(cases, targets))
     _print(rows, Console(width=None if sys.stdout.isatty() else 160))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([_as_json(case, report) for case, report in rows], indent=1))
+        replace_json(arguments.json, [_as_json(case, report) for case, report in rows])
     faults = [*_faults(cases, rows), *_losses(rows)]
     print(*faults, sep="\n")
     sys.exit(1 if faults else 0)
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--target", default=",".join(TARGETS), help=f"comma-separated (default {','.join(TARGETS)})")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all reports there too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all reports there too")
     return parser
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megalite.config import Config, check, load_config
+from megalite.files import output_file, replace_bytes, replace_json
 from megalite.layout import parse_layout
 from megalite.testing.step_memory import MeasuredMemory, beside_predicted, measure
 from megalite.testing.world import World, fewest_ranks
@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=_positive, default=600.0, help="seconds that --measure may take (default 600)"
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the bytes by kind")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--png", type=output_file, metavar="FILE", help="draw the bytes by kind")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
     return parser
 
 
@@ -123,9 +123,9 @@ def _show(config: Config, num_ranks: int, arguments: argparse.Namespace) -> bool
     if arguments.png is not None:
         name = f"{_name(config)}, {num_ranks} ranks"
         bars = [(label, rank.kinds) for label, rank in columns]
-        arguments.png.write_bytes(memory_png(name, bars, capacity))
+        replace_bytes(arguments.png, memory_png(name, bars, capacity))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        replace_json(arguments.json, figures)
     return passed
 
 

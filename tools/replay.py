@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from rich.table import Table
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config, ConfigError, check, load_config
 from megalite.data.indexed import FormatError
+from megalite.files import output_file, replace_json
 from megalite.layout import parse_layout
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import NonFiniteGradient
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="steps at most (default 10)")
     parser.add_argument("--layout", help="another layout, such as tp2+dp2 or single (default: that of the run)")
     parser.add_argument("--tolerance", type=float, help="largest relative difference in another layout")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the outcome as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the outcome as JSON")
     return parser
 
 
@@ -135,7 +135,7 @@ def _show(outcome: Replay, arguments: argparse.Namespace) -> None:
         console.print(f"steps {outcome.start + 1} to {last} are as recorded, {how}", style="green", highlight=False)
     if arguments.json is not None:
         content = dataclasses.asdict(outcome) | {"pass": outcome.divergence is None}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        replace_json(arguments.json, content)
 
 
 if __name__ == "__main__":

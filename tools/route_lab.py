@@ -11,7 +11,6 @@ layers; rows of the global batch are dealt out to the ranks in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from megalite.config.check_moe import moe_problems
 from megalite.config.sections import Config
-from megalite.files import replace_bytes
+from megalite.files import output_file, replace_bytes, replace_json
 from megalite.nn.config import MoEConfig
 from megalite.train.heat_map import LoadHistory, Panel, draw
 from megalite.train.router_record import Recording, read_recording, recorded_files
@@ -67,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=1, help="times to go through the steps")
     parser.add_argument("--ep", type=int, default=8, help="expert-parallel ranks (default 8)")
     parser.add_argument("--bytes-per-value", type=int, default=2, help="of what travels (default 2: bf16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write heat maps of the loads")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
+    parser.add_argument("--png", type=output_file, metavar="FILE", help="write heat maps of the loads")
     group = parser.add_argument_group("logits of no run")
     group.add_argument("--synthetic", action="store_true", help="make them up")
     for name, value, text in (
@@ -109,7 +108,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     layers = f"{len(by_rule[0])} layer{'s'[: len(by_rule[0]) > 1]}"
     Console().print(_table(figures, f"{layers} of {sizes}, ep {arguments.ep}"))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n")
+        replace_json(arguments.json, [asdict(row) for row in figures])
     if arguments.png is not None:
         replace_bytes(arguments.png, _picture(rules, by_rule))
 

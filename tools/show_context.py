@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,6 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.files import output_file, replace_bytes, replace_json
 from megalite.grid import CONTEXT_MODES, ParallelConfig, RankGrid
 from megalite.parallel.context import pad_rows, row_multiple, row_places
 from megalite.parallel.context_picture import COLOURS, ContextPicture, Heads, bytes_text, context_picture, legend
@@ -49,9 +48,9 @@ def main() -> None:
         console.print(_table(picture))
     for form in ("svg", "png"):
         if (path := getattr(arguments, form)) is not None:
-            path.write_bytes(draw(pictures, form))
+            replace_bytes(path, draw(pictures, form))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([_figures(picture) for picture in pictures], indent=1) + "\n")
+        replace_json(arguments.json, [_figures(picture) for picture in pictures])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=_positive, default=128)
     parser.add_argument("--bytes", type=_positive, default=2, help="of an element of activations (default 2)")
     parser.add_argument("--cells", type=_positive, default=32, help="cells of a side of the picture (default 32)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--svg", type=output_file, metavar="FILE", help="write the picture")
+    parser.add_argument("--png", type=output_file, metavar="FILE", help="write the picture")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
     return parser
 
 

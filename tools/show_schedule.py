@@ -24,6 +24,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megalite.files import output_file, replace_json, replace_text
 from megalite.pipeline.draw import Timeline, gantt, measured, measured_costs, simulated, svg
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
@@ -68,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", type=_memory, help="with --compare: microbatches whose activations fit a rank (default: as 1f1b)"
     )
     parser.add_argument("--measured", type=Path, metavar="RUN_DIR", help="draw the trace of a run")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the plan, which csv:FILE reads")
+    parser.add_argument("--svg", type=output_file, metavar="FILE", help="write the picture")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the plan, which csv:FILE reads")
     return parser
 
 
@@ -130,9 +131,9 @@ def _write(
     arguments: argparse.Namespace, timelines: Sequence[Timeline], figures: dict[str, Any], plan: Plan, unit: str = ""
 ) -> None:
     if arguments.svg is not None:
-        arguments.svg.write_text(svg(timelines, unit))
+        replace_text(arguments.svg, svg(timelines, unit))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        replace_json(arguments.json, figures)
     if arguments.csv is not None:
         write_csv(plan, arguments.csv)
 
@@ -208,7 +209,7 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
         console.print(f"not possible: {reason}", style="dim", highlight=False, soft_wrap=True)
     console.print(_verdict(rows, best, memory), highlight=False, soft_wrap=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([row.figures for row in rows], indent=1) + "\n")
+        replace_json(arguments.json, [row.figures for row in rows])
 
 
 def _comparison(
