@@ -52,6 +52,8 @@ class ParallelAttention(nn.Module):
     """
 
     bias = False
+    """Of queries, keys and values."""
+    output_bias = False
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
         super().__init__()
@@ -82,7 +84,7 @@ class ParallelAttention(nn.Module):
             config.num_heads * config.head_size,
             config.hidden_size,
             axis=mpu.tp,
-            bias=self.bias,
+            bias=self.output_bias,
             sequence_parallel=sequence_parallel,
             skip_bias_add=True,
             init_std=output_std(config),
@@ -205,6 +207,13 @@ class ParallelAttention(nn.Module):
 
 class BiasedAttention(ParallelAttention):
     """Attention whose linears have biases; with model.attention_sinks, a window and its layers, that of gpt-oss."""
+
+    bias = True
+    output_bias = True
+
+
+class QKVBiasAttention(ParallelAttention):
+    """Attention with biases on queries, keys and values alone (Qwen2, arXiv:2407.10671)."""
 
     bias = True
 

@@ -77,7 +77,7 @@ class ModelConfig(MoEConfig):
     """A transformer's architecture and sizes."""
 
     name: str = "llama"
-    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2, gpt_oss)."""
+    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2, gpt_oss, qwen2_moe)."""
     num_layers: int = 8
     """Transformer layers."""
     hidden_size: int = 256

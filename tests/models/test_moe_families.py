@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from megalite.batch import MicroBatch
 from megalite.models import MODELS
@@ -52,6 +52,13 @@ COMMON: dict[str, str | Callable[[Tensors], Tensor]] = {
     "mlp.experts.fc1": "mlp.experts.gate_up_proj", "mlp.experts.fc2": "mlp.experts.down_proj",
 }  # fmt: skip
 
+SHARED: dict[str, str | Callable[[Tensors], Tensor]] = {
+    "mlp.shared.fc1.gate.weight": "mlp.shared_expert.gate_proj.weight",
+    "mlp.shared.fc1.up.weight": "mlp.shared_expert.up_proj.weight",
+    "mlp.shared.fc2.weight": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+}
+
 FAMILIES = {
     "gpt-oss": Family(
         ours=ModelConfig(
@@ -81,6 +88,24 @@ FAMILIES = {
             "mlp.experts.fc1_bias": lambda layer: _halves(layer["mlp.experts.gate_up_proj_bias"]),
             "mlp.experts.fc2_bias": "mlp.experts.down_proj_bias",
         },
+    ),
+    "qwen2-moe": Family(  # layer 1 is dense by its number, the even ones by the step between experts
+        ours=ModelConfig(
+            name="qwen2_moe", num_layers=5, hidden_size=20, num_heads=10, num_kv_heads=5, ffn_hidden_size=22,
+            vocab_size=V, num_experts=7, top_k=3, moe_layers="3", expert_ffn_hidden_size=14, router_normalize=False,
+            shared_ffn_hidden_size=18, shared_expert_gate=True, aux_loss="none", rope_theta=1e6, norm_eps=1e-6,
+            tie_embeddings=True, window=4, window_layers="0,2",
+        ),
+        theirs=lambda: Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(
+                num_hidden_layers=5, hidden_size=20, num_attention_heads=10, num_key_value_heads=5,
+                intermediate_size=22, num_experts=7, num_experts_per_tok=3, decoder_sparse_step=2,
+                mlp_only_layers=[1], moe_intermediate_size=14, shared_expert_intermediate_size=18,
+                norm_topk_prob=False, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4,
+                max_window_layers=3, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **EAGER,
+            )
+        ),
+        names=SHARED,
     ),
 }  # fmt: skip
 

@@ -18,14 +18,22 @@ GPT_OSS = ModelConfig(
     window_layers="but_every:2", attention_sinks=True, num_experts=4, top_k=2, expert_ffn_hidden_size=14,
     router_bias=True, swiglu_limit=0.8, aux_loss="global", aux_loss_coeff=0.05, init_std=0.2,
 )  # fmt: skip
-MODELS = {"gpt-oss": GPT_OSS}
+QWEN2_MOE = ModelConfig(
+    name="qwen2_moe", num_layers=3, hidden_size=24, num_heads=4, num_kv_heads=2, ffn_hidden_size=32, vocab_size=VOCAB,
+    moe_layers="from:1", num_experts=6, top_k=2, expert_ffn_hidden_size=14, router_normalize=False,
+    shared_ffn_hidden_size=18, shared_expert_gate=True, aux_loss_coeff=0.05, tie_embeddings=True, init_std=0.2,
+)  # fmt: skip
+MODELS = {"gpt-oss": GPT_OSS, "qwen2-moe": QWEN2_MOE}
 
-COVER = [("gpt-oss", "tp2+sp+ep2"), ("gpt-oss", "cp2+etp2")]
+COVER = [("gpt-oss", "tp2+sp+ep2"), ("gpt-oss", "cp2+etp2"), ("qwen2-moe", "tp2+ep2")]
 FULL = [
     ("gpt-oss", "tp2"),
     ("gpt-oss", "tp2+etp2+recompute:full"),
     ("gpt-oss", "pp2+ep2"),
     ("gpt-oss", "cp2:ulysses"),
+    ("qwen2-moe", "tp2+sp"),
+    ("qwen2-moe", "cp2+ep2"),
+    ("qwen2-moe", "pp2:zb_h1"),
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 
