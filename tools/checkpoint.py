@@ -6,6 +6,8 @@
     python tools/checkpoint.py reshard runs/x runs/y --layout tp2+pp2
     python tools/checkpoint.py average runs/x runs/mean --last 3
     python tools/checkpoint.py import-megatron /data/megatron_run runs/start --vocab-size 50257
+    python tools/checkpoint.py from-hf /data/Qwen3-0.6B runs/qwen3
+    python tools/checkpoint.py to-hf runs/qwen3 /data/mine --dtype bf16
 
 A checkpoint is its folder, or a run folder whose latest is meant; a path, or a URL of fsspec. What is written goes into
 a run folder. Tensors are read one by one; bounds of the memory are in docs/checkpoints.md. The exit status is 0, or 1
@@ -54,6 +56,7 @@ from megalite.config.check import check
 from megalite.config.load import from_dict
 from megalite.config.values import dump_yaml
 from megalite.files import output_file, replace_json
+from megalite.hugging_face import export_folder, import_folder
 from megalite.layout import parse_layout
 from megalite.train.held import stored_boxes
 from megalite.train.resume import identity
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"checkpoint.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("checkpoint.py: interrupted; no checkpoint was written", file=sys.stderr)
+        print("checkpoint.py: interrupted; nothing was written", file=sys.stderr)
         return 130
 
 
@@ -135,6 +138,26 @@ def _parser() -> argparse.ArgumentParser:
     megatron.add_argument("--dtype", choices=tuple(DTYPES), help="precision of the parameters (default: as stored)")
     megatron.add_argument("--files", type=int, default=1, metavar="N", help="files of one size to write (default 1)")
     _add_largest(megatron)
+
+    from_hf = command("from-hf", _from_hf, "the model in a folder of Hugging Face (safetensors)")
+    from_hf.add_argument("source", metavar="HF_DIR")
+    from_hf.add_argument("run_dir", metavar="RUN_DIR")
+    from_hf.add_argument("--dtype", choices=tuple(DTYPES), help="precision of the parameters (default: as stored)")
+    from_hf.add_argument(
+        "--ignore", nargs="+", default=(), metavar="KEY", help="keys of config.json that are known to change nothing"
+    )
+    from_hf.add_argument("--files", type=int, default=1, metavar="N", help="files of one size to write (default 1)")
+    _add_largest(from_hf)
+
+    to_hf = command("to-hf", _to_hf, "write a folder that transformers loads")
+    to_hf.add_argument("source", metavar="CHECKPOINT")
+    to_hf.add_argument("out", metavar="HF_DIR")
+    to_hf.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as the masters are)")
+    to_hf.add_argument(
+        "--max-shard", type=int, default=5 << 10, metavar="MIB", help="MiB of a file at most (default 5120)"
+    )
+    to_hf.add_argument("--like", metavar="HF_DIR", help="keep config, tokenizer and generation config of this folder")
+    to_hf.add_argument("--tokenizer", metavar="NAME", help="tokenizer to write (default: that of the run's data)")
     return parser
 
 
@@ -378,16 +401,45 @@ def _import_megatron(arguments: argparse.Namespace, console: Console) -> int:
     cuts, layout = _even(found.tensors, arguments.files, arguments), {"files": arguments.files}
     _write(arguments.run_dir, found.step, found.tensors, cuts, state, layout, console)
     folder_at(arguments.run_dir).replace_text("config.yaml", dump_yaml(content))
-    console.print(
-        f"start a run from it: --config {escape(str(arguments.run_dir))}/config.yaml"
-        f" --checkpoint.load {escape(str(arguments.run_dir))}"
-    )
+    _print_start(arguments.run_dir, console)
     return 0
 
 
-def _even(tensors: Sequence[NewTensor], num_files: int, arguments: argparse.Namespace) -> Cuts:
+def _from_hf(arguments: argparse.Namespace, console: Console) -> int:
+    _check_files(arguments.files)
+    dtype = DTYPES[arguments.dtype] if arguments.dtype is not None else None
+    path = import_folder(
+        arguments.source, arguments.run_dir, progress=_progress, dtype=dtype, files=arguments.files,
+        largest=_largest(arguments), ignore=arguments.ignore,
+    )  # fmt: skip
+    console.print(f"{escape(str(path))}: the model of {escape(arguments.source)}")
+    _print_start(arguments.run_dir, console)
+    return 0
+
+
+def _to_hf(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.max_shard < 1:
+        raise ValueError(f"--max-shard {arguments.max_shard} must be at least 1")
+    path = export_folder(
+        arguments.source, arguments.out, progress=_progress, max_shard=arguments.max_shard << 20, like=arguments.like,
+        dtype=DTYPES[arguments.dtype] if arguments.dtype is not None else None, tokenizer=arguments.tokenizer,
+        told=lambda note: console.print(f"[yellow]note:[/] {escape(note)}"),
+    )  # fmt: skip
+    console.print(f"{escape(str(path))}: {', '.join(sorted(file.name for file in path.iterdir()))}")
+    return 0
+
+
+def _print_start(run_dir: str, console: Console) -> None:
+    console.print(f"start a run from it: --config {escape(run_dir)}/config.yaml --checkpoint.load {escape(run_dir)}")
+
+
+def _check_files(num_files: int) -> None:
     if num_files < 1:
         raise ValueError(f"--files {num_files} must be at least 1")
+
+
+def _even(tensors: Sequence[NewTensor], num_files: int, arguments: argparse.Namespace) -> Cuts:
+    _check_files(num_files)
     return cut_evenly(tensors, num_files, _largest(arguments))
 
 

@@ -26,6 +26,7 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BLOCK = 16 << 20
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> Written:
 class TensorWriter:
     """Writes a file of tensors that need not exist at the same time; a context manager.
 
-    like: their names, shapes and dtypes, in the order in which they are added (meta tensors will do).
+    like: their names, shapes and dtypes, in the order in which they are added (meta tensors will do). metadata: words
+    for the header.
     """
 
-    def __init__(self, file: IO[bytes], like: Mapping[str, Tensor]):
+    def __init__(self, file: IO[bytes], like: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None):
         self._file, self._like, self._crcs = file, list(like.items()), dict[str, int]()
-        head, self._size = _header(like)
+        head, self._size = _header(like, metadata)
         self._head_crc = zlib.crc32(head)
         file.write(head)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megalite checksum")
@@ -94,9 +96,9 @@ class TensorWriter:
         return Written(FileMark(self._size, self._head_crc), self._crcs)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, int]:
     """The first bytes of the file, and its size."""
-    header: dict[str, object] = {}
+    header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
         header[name] = {
@@ -139,10 +141,11 @@ class StoredTensor:
 class TensorFile:
     """A file of tensors, opened for reading; several threads may read at once.
 
+    mark: what it must be; None for a file that was not written here, of which nothing is known.
     Raises CheckpointError when the file is not what `mark` says or not of this format. A context manager.
     """
 
-    def __init__(self, folder: Folder, path: str, mark: FileMark):
+    def __init__(self, folder: Folder, path: str, mark: FileMark | None):
         self._name, self._block = f"{folder}/{path}", folder.block
         self._reader: Reader = folder.reader(path)
         try:
@@ -160,36 +163,37 @@ class TensorFile:
     def __exit__(self, *exc: object) -> None:
         self._reader.close()
 
-    def _read_header(self, mark: FileMark) -> dict[str, StoredTensor]:
-        if self._reader.size != mark.size:
-            raise CheckpointError(
-                f"{self._name} has {self._reader.size} bytes instead of {mark.size}: it was cut short or altered"
-            )
-        if mark.size < 8:
+    def _read_header(self, mark: FileMark | None) -> dict[str, StoredTensor]:
+        size = self._reader.size
+        if mark is not None and size != mark.size:
+            raise CheckpointError(f"{self._name} has {size} bytes instead of {mark.size}: it was cut short or altered")
+        if size < 8:
             raise CheckpointError(f"{self._name} is damaged: it is too short for a header")
         head = bytearray(8)
         crc = self._fill(memoryview(head), 0, 0)
         length = int.from_bytes(head, "little")
-        if length > mark.size - 8:
+        if length > size - 8:
             raise CheckpointError(f"{self._name} is damaged: its header would be {length} bytes long")
         text = bytearray(length)
-        if self._fill(memoryview(text), 8, crc) != mark.crc32:
+        crc = self._fill(memoryview(text), 8, crc)
+        if mark is not None and crc != mark.crc32:
             raise CheckpointError(f"{self._name} is damaged: its header is not what was written (checksum)")
         try:
-            return {n: _stored(v, 8 + length, mark.size) for n, v in json.loads(text).items() if n != "__metadata__"}
+            return {n: _stored(v, 8 + length, size) for n, v in json.loads(text).items() if n != _METADATA}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self._name} is damaged: {error!r}") from error
 
-    def read(self, name: str, crc32: int, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, crc32: int | None, into: Tensor | None = None) -> Tensor:
         """The tensor `name`; raises CheckpointError when its bytes are not those that were written.
 
-        into: where to put it, a contiguous tensor on the CPU of its dtype and shape; memory of its own by default.
+        crc32: their checksum; None where there is none. into: where to put it, a contiguous tensor on the CPU of
+        its dtype and shape; memory of its own by default.
         """
         stored = self.find(name)
         if into is None:
             into = torch.empty(stored.shape, dtype=stored.dtype)
         assert into.dtype == stored.dtype and into.shape == stored.shape and into.is_contiguous()
-        if self._fill(_bytes_of(into), stored.begin, 0) != crc32:
+        if self._fill(_bytes_of(into), stored.begin, 0) != crc32 is not None:
             raise CheckpointError(f"{self._name} is damaged: {name} is not what was written (checksum)")
         return into
 
@@ -237,6 +241,8 @@ def names_beyond_end(folder: Folder, path: str) -> list[str]:
 
 def _stored(content: Any, first: int, size: int) -> StoredTensor:
     begin, end = content["data_offsets"]
+    if content["dtype"] not in _DTYPES:
+        raise ValueError(f"tensors of {content['dtype']} cannot be read; there are {', '.join(_DTYPES)}")
     found = StoredTensor(_DTYPES[content["dtype"]], tuple(content["shape"]), first + begin)
     if not 0 <= begin <= end <= size - first or end - begin != found.nbytes:
         raise ValueError(f"a tensor at {begin} to {end} of {size - first} bytes is not {found.nbytes} bytes long")

@@ -82,6 +82,10 @@ class SentencePieceTokenizer:
         """The text of `ids`."""
         return self._model.decode([int(i) for i in ids])
 
+    def serialized(self) -> bytes:
+        """The model file."""
+        return self._model.serialized_model_proto()
+
 
 class HuggingFaceTokenizer:
     """A tokenizer.json of the Hugging Face `tokenizers` package, which must be installed."""
@@ -89,7 +93,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path):
         from tokenizers import Tokenizer as Backend  # optional: only this class needs it
 
-        definition = Path(path).read_text()
+        self.definition = definition = Path(path).read_text()
         self._backend: Any = Backend.from_str(definition)
         self._backend.encode_special_tokens = True  # "<|endoftext|>" typed in a text is text
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
@@ -106,6 +110,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def token(self, number: int) -> str:
+        """How an id is written."""
+        return self._backend.id_to_token(number)
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

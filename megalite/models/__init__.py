@@ -1,11 +1,15 @@
-"""The architectures: a name in `model.name` is a key of `MODELS`."""
+"""The architectures: a name in `model.name` is a key of `MODELS`.
 
-from megalite.models.gpt2 import GPT2
+`FAMILIES` has those of Hugging Face, by `model_type`; several may be one architecture here.
+"""
+
+from megalite.models.gpt2 import GPT2, GPT2_FAMILY
 from megalite.models.gpt_oss import GptOss
-from megalite.models.lfm2 import LFM2
-from megalite.models.llama import Llama
+from megalite.models.hf.family import Family
+from megalite.models.lfm2 import LFM2, LFM2_FAMILY, LFM2_MOE
+from megalite.models.llama import LLAMA, MISTRAL, MIXTRAL, Llama
 from megalite.models.qwen2_moe import Qwen2Moe
-from megalite.models.qwen3 import Qwen3
+from megalite.models.qwen3 import QWEN3, QWEN3_MOE, Qwen3
 from megalite.models.transformer import Transformer
 
 MODELS: dict[str, type[Transformer]] = {
@@ -15,4 +19,17 @@ MODELS: dict[str, type[Transformer]] = {
     "lfm2": LFM2,
     "gpt_oss": GptOss,
     "qwen2_moe": Qwen2Moe,
+}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        GPT2_FAMILY,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN3,
+        QWEN3_MOE,
+        LFM2_FAMILY,
+        LFM2_MOE,
+    )
 }

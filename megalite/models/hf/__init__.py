@@ -1,0 +1,1 @@
+"""What Hugging Face calls things: the machinery by which an architecture's file says it, once for both directions."""

@@ -1,0 +1,84 @@
+"""Models that have the same logits from the same weights, told by their configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megalite.nn.config import ModelConfig, MoEConfig
+
+TRAINING_ONLY = (
+    "init_std", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "aux_loss", "aux_loss_coeff",
+    "router_z_loss", "router_jitter", "expert_bias_rate",
+)  # fmt: skip
+"""Fields that change nothing of the logits: a config.json need not say them, and a run may set them as it likes."""
+_PLAIN = ModelConfig()
+
+
+def canonical(model: ModelConfig) -> ModelConfig:
+    """An equal model with every default written out, patterns as numbers, and what has no effect as it is by default.
+
+    Two models with the same logits from the same weights are then equal.
+    """
+    values = _defaults(TRAINING_ONLY) | {
+        "num_kv_heads": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size,
+        "attention_layers": _numbers(model, model.is_attention_layer), "attention_scale": model.score_scale,
+    }  # fmt: skip
+    values |= _experts(model) | _windows(model) | _positions(model)
+    if model.name != "lfm2":
+        values |= _defaults(["conv_kernel_size"])
+    return replace(model, **values)
+
+
+def differences(a: ModelConfig, b: ModelConfig) -> list[str]:
+    """The fields by which they differ."""
+    a, b = canonical(a), canonical(b)
+    return [name for name in _names(ModelConfig) if getattr(a, name) != getattr(b, name)]
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if not model.num_experts:
+        return _defaults(_names(MoEConfig))
+    found: dict[str, Any] = {
+        "moe_layers": _numbers(model, model.is_moe_layer), "expert_ffn_hidden_size": model.expert_ffn_size,
+    }  # fmt: skip
+    if model.router_score != "sigmoid" or not model.router_normalize:
+        found |= _defaults(["router_norm_eps"])
+    if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
+        found["ffn_hidden_size"] = model.expert_ffn_size  # there are no dense layers
+    return found
+
+
+def _windows(model: ModelConfig) -> dict[str, Any]:
+    windows = _numbers(model, lambda layer: bool(model.window_of(layer)))
+    return {"window_layers": windows} if windows else _defaults(["window", "window_layers"])
+
+
+def _positions(model: ModelConfig) -> dict[str, Any]:
+    """Rotary ones, or learned ones."""
+    names = [name for name in _names(ModelConfig) if name.startswith("rope_")]
+    if model.name == "gpt2":
+        return _defaults(names)
+    found = _defaults(["max_positions"])
+    if model.rope_scaling in ("none", "linear"):
+        used = {"rope_theta", "rope_percent", "rope_scaling", "rope_factor"}
+        return found | _defaults([name for name in names if name not in used])
+    if model.rope_scaling == "ntk":
+        found["rope_length"] = model.rope.length
+    if not model.rope_mscale or not model.rope_mscale_all_dim:  # a lone one means nothing
+        found |= _defaults(["rope_mscale", "rope_mscale_all_dim"])
+    return found
+
+
+def _names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def _defaults(names: list[str] | tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(_PLAIN, name) for name in names}
+
+
+def _numbers(model: ModelConfig, holds: Callable[[int], bool]) -> str:
+    return ",".join(str(layer) for layer in range(model.num_layers) if holds(layer))

@@ -1,0 +1,97 @@
+"""Rotary positions in a config.json: rope_parameters of today, rope_theta and rope_scaling of before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.models.hf.fields import Content, Field, Refused
+from megalite.nn.config import ModelConfig
+
+_KINDS = {"default": "none", "linear": "linear", "dynamic": "ntk", "yarn": "yarn", "llama3": "llama3"}
+_VALUES = {
+    "factor": "rope_factor", "original_max_position_embeddings": "rope_original_positions",
+    "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
+    "beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow", "mscale": "rope_mscale",
+    "mscale_all_dim": "rope_mscale_all_dim", "attention_factor": "rope_attention_factor", "truncate": "rope_truncate",
+}  # fmt: skip
+_OF_KIND = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+             "attention_factor", "truncate"),
+}  # fmt: skip
+
+
+class Rope(Field):
+    """Base, share of a head and scaling. theta, percent: what a file means that leaves them out."""
+
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
+            "original_max_position_embeddings", "rope_interleaved")  # fmt: skip
+
+    def __init__(self, theta: float = 10000.0, percent: float = 1.0):
+        self.theta, self.percent = theta, percent
+
+    def read(self, content: Content) -> dict[str, Any]:
+        """The rope_ fields."""
+        if content.get("rope_interleaved"):
+            raise Refused(["rope_interleaved=true: rotary positions turn halves of a head, not neighbours"])
+        return self.read_parameters(self.parameters(content), content)
+
+    def parameters(self, content: Content) -> dict[str, Any]:
+        """All that a file says of rotary positions, in today's form."""
+        found = dict(content.get("rope_scaling") or {}) | dict(content.get("rope_parameters") or {})
+        kind = found.pop("type", "default")
+        found.setdefault("rope_type", kind)
+        for key, default, names in (
+            ("rope_theta", self.theta, ("rope_theta", "rotary_emb_base")),
+            ("partial_rotary_factor", self.percent, ("partial_rotary_factor", "rotary_pct")),
+        ):
+            given = next((content[name] for name in names if content.get(name) is not None), default)
+            found.setdefault(key, given)
+        return found
+
+    def read_parameters(self, parameters: Mapping[str, Any], content: Content) -> dict[str, Any]:
+        """The rope_ fields of one set of parameters."""
+        kind = parameters["rope_type"]
+        if kind not in _KINDS:
+            raise Refused([f"rope_parameters.rope_type={kind!r}: there are {', '.join(_KINDS)}"])
+        found: dict[str, Any] = {
+            "rope_theta": float(parameters["rope_theta"]),
+            "rope_percent": float(parameters["partial_rotary_factor"]),
+        }
+        if kind == "default":
+            return found
+        values = {key: value for key, value in parameters.items() if value is not None}
+        unknown = set(values) - set(_OF_KIND[kind]) - {"rope_type", "rope_theta", "partial_rotary_factor"}
+        if kind in ("linear", "dynamic", "llama3"):
+            unknown -= {"original_max_position_embeddings"}  # not asked by some, harmless
+        if unknown or "factor" not in values:
+            what = ", ".join(f"{key}={values[key]!r}" for key in sorted(unknown)) or "no factor"
+            raise Refused([f"rope_parameters of {kind}: {what} is not understood"])
+        found |= {"rope_scaling": _KINDS[kind]}
+        found |= {_VALUES[key]: values[key] for key in _OF_KIND[kind] if key in values}
+        if kind != "linear" and "rope_original_positions" not in found:
+            if not content.get("max_position_embeddings"):
+                raise Refused([f"rope_parameters of {kind}: original_max_position_embeddings is missing"])
+            found["rope_original_positions"] = content["max_position_embeddings"]
+        if kind == "dynamic":  # theirs grows with the row; of rows that the model was trained for it is none
+            found["rope_length"] = found["rope_original_positions"]
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both forms: older versions of transformers would fall back on their default base without rope_theta."""
+        parameters = self.write_parameters(model)
+        found: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": model.rope_theta}
+        if model.rope_percent != 1.0 or self.percent != 1.0:
+            parameters["partial_rotary_factor"] = found["partial_rotary_factor"] = model.rope_percent
+        return found
+
+    def write_parameters(self, model: ModelConfig) -> dict[str, Any]:
+        """rope_parameters."""
+        kind = next(theirs for theirs, ours in _KINDS.items() if ours == model.rope_scaling)
+        values = {key: getattr(model, _VALUES[key]) for key in _OF_KIND[kind]}
+        kept = {key: value for key, value in values.items() if value is not None}
+        if not model.rope_mscale or not model.rope_mscale_all_dim:  # a lone one means nothing
+            kept = {key: value for key, value in kept.items() if key not in ("mscale", "mscale_all_dim")}
+        return {"rope_type": kind, "rope_theta": model.rope_theta} | kept
