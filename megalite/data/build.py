@@ -139,7 +139,7 @@ def _one_after_another(builder: _Builder, orders: Sequence[int]) -> SampleSource
 
 def _packing(config: DataConfig) -> dict[str, Any]:
     """What the packing settings add to the fingerprint of the data; nothing where they are the plain ones."""
-    settings = {name: getattr(config, name) for name in ("pack", "reset_attention", "reset_positions")}
+    settings = {name: getattr(config, name) for name in ("pack", "reset_attention", "reset_positions", "boundaries")}
     return settings if any(value != getattr(DataConfig(), name) for name, value in settings.items()) else {}
 
 
@@ -207,6 +207,7 @@ class _Builder:
     ) -> GPTDataset | PackedDataset:
         config = self.config
         rules = DocumentRules(
+            boundaries=config.boundaries,
             reset_attention=config.reset_attention,
             reset_positions=config.reset_positions,
             eod=source.eod,
@@ -217,7 +218,9 @@ class _Builder:
             "split_name": name, "vocab_size": source.checked_vocab, "cache_dir": self.index_dir,
         }  # fmt: skip
         if config.pack == "concat":
-            return GPTDataset(source.data, **vars(rules), **settings)
+            partial = config.keep_partial and name == "validation"
+            counts: dict[str, Any] = {"keep_partial": partial, "float32_counts": config.float32_counts and partial}
+            return GPTDataset(source.data, **vars(rules), **settings, **counts)
         return PackedDataset(source.data, pack=config.pack, rules=rules, **settings)
 
 

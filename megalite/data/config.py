@@ -31,13 +31,20 @@ class DataConfig:
     different lengths prefixes of each other."""
     eod_mask_loss: bool = False
     """Leave out the loss of the first token after the end of a document."""
+    boundaries: Literal["index", "eod"] = "index"
+    """Where documents end inside a sample: where the index says, or after each end-of-document id (Megatron-LM's rule).
+    It matters to reset_attention, reset_positions and eod_mask_loss."""
+    keep_partial: bool = False
+    """Keep the last sample of the validation data when text ends inside it, padded (concat only)."""
+    float32_counts: bool = False
+    """Count kept partial samples in float32, as Megatron-LM does: one or two too few or too many above 2**24 tokens."""
     cache_dir: str = ""
     """Where tokenised text and index files are kept; by default ~/.cache/megalite."""
     pack: Literal["concat", "best_fit", "none"] = "concat"
     """How documents fill a sample: concat lays them end to end and cuts every seq_len tokens; best_fit packs whole
     documents into rows (longer ones are cut), the rest is padding; none is one document a row, cut and padded."""
     reset_attention: bool = False
-    """Keep attention (and short convolutions) inside a document; the first token of a document is then no label."""
+    """Keep attention (and short convolutions) inside a document."""
     reset_positions: bool = False
     """Restart positions at each document of a sample."""
 
@@ -57,7 +64,13 @@ def problems(config: DataConfig) -> list[str]:
             normalise_weights(config.blend)
     except ValueError as error:
         found.append(str(error))
-    packs = get_args(get_type_hints(DataConfig)["pack"])
-    if config.pack not in packs:
+    hints = get_type_hints(DataConfig)
+    if config.pack not in (packs := get_args(hints["pack"])):
         found.append(f"data.pack={config.pack!r} is not a way to pack; it can be {', '.join(packs)}")
+    if config.boundaries not in (rules := get_args(hints["boundaries"])):
+        found.append(f"data.boundaries={config.boundaries!r} is not a rule; it can be {', '.join(rules)}")
+    if config.keep_partial and config.pack != "concat":
+        found.append(f"data.keep_partial=true is of pack concat; pack {config.pack} cuts nothing off")
+    if config.float32_counts and not config.keep_partial:
+        found.append("data.float32_counts=true changes nothing without data.keep_partial=true")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,11 @@ class GPTDataset(DocumentRows):
     all from RandomState(seed). `len(dataset)` counts whole epochs, so it can exceed `num_samples`.
 
     Only a partial last sample has padding (see `keep_partial`), masked by place, never by value. `eod_mask_loss`
-    leaves out the prediction that follows an `eod` input. `reset_attention` and `reset_positions` keep the documents of
-    a sample apart (see DocumentRules); where they end is known from the index, not from ids, and a document that
-    goes on from the sample before begins at place 0. `extra_token=False` is Megatron's
-    add_extra_token_to_sequence off: labels come from inside the sample and its last one is masked. With
-    `vocab_size` each row read is checked (FormatError).
+    leaves out the predictions across the end of a document. `reset_attention` and `reset_positions` keep the documents
+    of a sample apart (see DocumentRules); where they end is known from the index, or by `boundaries="eod"` from ids,
+    and a document that goes on from the sample before begins at place 0. `extra_token=False` is Megatron's
+    add_extra_token_to_sequence off: labels come from inside the sample and its last one is masked. `float32_counts`
+    counts kept partial samples as Megatron does. With `vocab_size` each row read is checked (FormatError).
 
     The index is cached in `cache_dir` (None: not at all) under a hash of everything it depends on: the lengths of
     the sequences and these settings, not paths or times. Any rank may compute it; files are renamed into place
@@ -54,6 +54,8 @@ class GPTDataset(DocumentRows):
         split_name: str = "train",
         extra_token: bool = True,
         keep_partial: bool = False,
+        float32_counts: bool = False,
+        boundaries: Literal["index", "eod"] = "index",
         eod: int | None = None,
         eod_mask_loss: bool = False,
         reset_attention: bool = False,
@@ -66,7 +68,11 @@ class GPTDataset(DocumentRows):
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed {seed} must be between 0 and {2**32 - 1}")
         rules = DocumentRules(
-            eod=eod, eod_mask_loss=eod_mask_loss, reset_attention=reset_attention, reset_positions=reset_positions
+            boundaries=boundaries,
+            eod=eod,
+            eod_mask_loss=eod_mask_loss,
+            reset_attention=reset_attention,
+            reset_positions=reset_positions,
         )
         super().__init__(source, seq_len=seq_len, rules=rules, extra=int(extra_token), vocab_size=vocab_size)
         self.split_name = split_name
@@ -80,7 +86,12 @@ class GPTDataset(DocumentRows):
                 " tokens are asked of it; change data.split"
             )
         self.plan = plan_index(
-            tokens, seq_len=seq_len, num_samples=num_samples, extra=int(extra_token), keep_partial=keep_partial
+            tokens,
+            seq_len=seq_len,
+            num_samples=num_samples,
+            extra=int(extra_token),
+            keep_partial=keep_partial,
+            float32_counts=float32_counts,
         )
         self._check_size(num_samples)
         self.documents, self.samples, self.shuffle = self._index(lengths, seed, cache_dir)

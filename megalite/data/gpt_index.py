@@ -1,7 +1,7 @@
 """Which tokens make up sample i: the document, sample and shuffle index of Megatron's GPTDataset, in numpy.
 
 The result equals Megatron-core's bit for bit, with two repairs: epochs are counted in integers (an empty split is
-an error instead of an endless loop), and a kept partial sample is counted exactly (not in float32).
+an error instead of an endless loop), and a kept partial sample is counted exactly (in float32 only when asked to).
 """
 
 from __future__ import annotations
@@ -69,9 +69,18 @@ class IndexPlan:
 
 
 def plan_index(
-    tokens_per_epoch: int, *, seq_len: int, num_samples: int | None, extra: int = 1, keep_partial: bool = False
+    tokens_per_epoch: int,
+    *,
+    seq_len: int,
+    num_samples: int | None,
+    extra: int = 1,
+    keep_partial: bool = False,
+    float32_counts: bool = False,
 ) -> IndexPlan:
-    """How many epochs and samples `num_samples` requests (None: one epoch) lead to."""
+    """How many epochs and samples `num_samples` requests (None: one epoch) lead to.
+
+    `float32_counts`: with `keep_partial`, as many samples as Megatron counts, which is wrong above 2**24 tokens.
+    """
     assert tokens_per_epoch > 0 and seq_len > 0
     epochs = 1
     if num_samples is not None:
@@ -83,7 +92,9 @@ def plan_index(
         if num_samples - full < int(SEPARATE_LAST_EPOCH * in_one):
             before = full
     usable = epochs * tokens_per_epoch - extra
-    count = -(-usable // seq_len) if keep_partial else usable // seq_len
+    count = usable // seq_len
+    if keep_partial:
+        count = math.ceil(np.float32(usable) / np.float32(seq_len)) if float32_counts else -(-usable // seq_len)
     return IndexPlan(
         tokens_per_epoch=tokens_per_epoch,
         num_epochs=epochs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,20 +39,23 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRules:
-    """What the ends of documents mean inside a row; ValueError when `eod_mask_loss` has no `eod` to look for."""
+    """Where documents end inside a row, and what that means; ValueError when an `eod` to look for is not known."""
 
+    boundaries: Literal["index", "eod"] = "index"
+    """Documents end where the index says, or after each `eod` (Megatron's rule for its attention mask)."""
     reset_attention: bool = False
-    """Attention stays inside a document; its last label, the first token of the next one, does not count."""
+    """Attention stays inside a document."""
     reset_positions: bool = False
     """Positions restart at each document."""
     eod: int | None = None
     """The id that ends a document, where it is known."""
     eod_mask_loss: bool = False
-    """The label after an `eod` does not count."""
+    """The labels that follow an `eod`, or belong to another document, do not count; without this they all do."""
 
     def __post_init__(self) -> None:
-        if self.eod_mask_loss and self.eod is None:
-            raise ValueError("eod_mask_loss needs the id that ends a document; name the tokenizer")
+        needed = "eod_mask_loss" if self.eod_mask_loss else "data.boundaries=eod" if self.boundaries == "eod" else ""
+        if needed and self.eod is None:
+            raise ValueError(f"{needed} needs the id that ends a document; name the tokenizer")
 
 
 class Piece(NamedTuple):
@@ -96,6 +99,8 @@ class DocumentRows(ABC):
         row, count, starts = self._laid(i)
         size = min(count, self.seq_len)
         tokens = row[: self.seq_len]
+        if self.rules.boundaries == "eod":
+            starts = [0, *(np.flatnonzero(tokens[:size] == self.rules.eod) + 1).tolist()]
         labels = row[1:] if self.extra else np.append(row[1:], 0)
         if count < self.seq_len:
             starts.append(count)
@@ -136,14 +141,12 @@ class DocumentRows(ABC):
     def _loss_mask(self, tokens: NDArray[np.int64], known: int, starts: list[int]) -> NDArray[np.float32]:
         """Which labels count, of which the first `known` are there; `starts` may name the place after the row."""
         eod = self.rules.eod if self.rules.eod_mask_loss else None
-        ends = self.rules.reset_attention and len(starts) > 1
-        if known >= self.seq_len and eod is None and not ends:
+        if known >= self.seq_len and eod is None:
             return self._full_mask
         mask = self._full_mask.copy()
         mask[max(known, 0) :] = 0.0
-        if ends:
-            mask[np.array(starts[1:]) - 1] = 0.0
         if eod is not None:
+            mask[np.array(starts[1:], dtype=np.int64) - 1] = 0.0
             mask[tokens == eod] = 0.0
         return mask
 

@@ -235,6 +235,17 @@ def test_num_samples_makes_runs_prefixes_of_each_other(cache: Path) -> None:
         build_datasets(config, seed=1, num_samples=100)
 
 
+def test_the_last_partial_sample_of_validation_data(cache: Path) -> None:
+    paths = (prefix("a_u16"),)
+    dropped, kept = (_build(cache, paths=paths, valid=1, split="50,50", keep_partial=k) for k in (False, True))
+    assert dropped.validation is not None and kept.validation is not None
+    assert len(kept.validation) == len(dropped.validation) + 1 and len(kept.train) == len(dropped.train)
+    masks = [kept.validation[i].token_mask for i in range(len(kept.validation))]
+    assert sum(mask is not None for mask in masks) == 1
+    assert "float32_counts=true changes nothing" in problems(DataConfig(float32_counts=True))[0]
+    assert "pack best_fit cuts nothing off" in problems(DataConfig(keep_partial=True, pack="best_fit"))[0]
+
+
 def test_problems_are_reported_at_once() -> None:
     assert problems(DataConfig()) == []
     bad = DataConfig(

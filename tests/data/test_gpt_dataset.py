@@ -1,3 +1,4 @@
+import hashlib
 import logging
 import multiprocessing
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.gpt_dataset import GPTDataset, Sample
 from megalite.data.gpt_index import build_index, plan_index, split_ranges
 from megalite.data.indexed import IndexedDataset, IndexedWriter
 from tests.data.reference import EOD, GOLDEN, prefix, same_array, sha256_of_rows
@@ -78,6 +79,8 @@ def test_items_are_megatrons(case: int) -> None:
         setting["which"],
         eod=EOD,
         eod_mask_loss=setting["eod_mask_loss"],
+        boundaries="eod",
+        reset_attention=setting["reset_attention_mask"],
         reset_positions=setting["reset_position_ids"],
     )
     for row in rows:
@@ -88,21 +91,67 @@ def test_items_are_megatrons(case: int) -> None:
         assert sample.labels.tolist() == row["labels"]
         assert sample.loss_mask.tolist() == row["loss_mask"]
         assert sample.positions.tolist() == row["position_ids"]
+        assert _mask_sha256(sample) == row["attention_mask_sha256"]
+
+
+def _mask_sha256(sample: Sample) -> str:
+    """The hash of who may not attend to whom, as Megatron has it: padding is seen there as any token."""
+    places = np.arange(len(sample.tokens))
+    starts = np.zeros_like(places) if sample.documents is None else sample.documents.copy()
+    if sample.token_mask is not None and sample.documents is not None:
+        size = int(sample.token_mask.sum())
+        starts[size:] = size if sample.tokens[size - 1] == EOD else starts[size - 1]
+    mask = (places[None, :] > places[:, None]) | (places[None, :] < starts[:, None])
+    return hashlib.sha256(mask.astype(np.uint8).tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("case", range(len(GOLDEN["masks"])))
-def test_loss_masks_are_megatrons(case: int, tmp_path: Path) -> None:
+def test_masks_and_positions_are_megatrons(case: int, tmp_path: Path) -> None:
     mask = GOLDEN["masks"][case]
     data = mask["data"]
     with IndexedWriter(tmp_path / "x", dtype="uint16") as writer:
         writer.add_document([*data, 1])
     dataset = GPTDataset(
-        IndexedDataset(tmp_path / "x"), seq_len=len(data), seed=0, eod=EOD, eod_mask_loss=mask["eod_mask_loss"]
+        IndexedDataset(tmp_path / "x"),
+        seq_len=len(data),
+        seed=0,
+        boundaries="eod",
+        eod=EOD,
+        eod_mask_loss=mask["eod_mask_loss"],
+        reset_attention=mask["reset_attention_mask"],
+        reset_positions=mask["reset_position_ids"],
     )
     sample = dataset[0]
     assert sample.tokens.tolist() == data
     assert sample.labels.tolist() == [*data[1:], 1]
     assert sample.loss_mask.tolist() == mask["loss_mask"]
+    assert sample.positions.tolist() == mask["position_ids"]
+    starts = np.zeros(len(data), dtype=int) if sample.documents is None else sample.documents
+    rows = ["".join(".x"[not starts[q] <= k <= q] for k in range(len(data))) for q in range(len(data))]
+    assert rows == mask["masked_rows"]
+
+
+PACKED = [item for item in GOLDEN["items"] if item["setting"].get("inter_document_masking")]
+
+
+@pytest.mark.parametrize("case", range(len(PACKED)))
+def test_documents_of_the_index_are_megatrons(case: int) -> None:
+    """Its cumulative lengths; padding is a document of its own here, and the end of the last one there."""
+    setting = PACKED[case]["setting"]
+    dataset = _part(setting, setting["which"], reset_attention=True, reset_positions=True)
+    for row in PACKED[case]["result"]:
+        sample = dataset[row["idx"]]
+        assert sample.documents is not None
+        starts = sorted(set(sample.documents.tolist()) | {setting["sequence_length"]})
+        places = np.arange(setting["sequence_length"])
+        if sample.token_mask is not None:
+            starts.remove(int(sample.token_mask.sum()))
+            places = places[sample.token_mask]
+        assert starts == sorted(set(row["cu_seqlens_trimmed"]))
+        assert sample.positions[places].tolist() == np.array(row["position_ids"])[places].tolist()
+        assert sample.tokens[places].tolist() == np.array(row["tokens"])[places].tolist()
+        assert sample.labels[places].tolist() == np.array(row["labels"])[places].tolist()
+        assert sample.loss_mask.tolist() == row["loss_mask"]
 
 
 def test_samples_do_not_share_what_a_caller_may_write() -> None:
@@ -134,6 +183,9 @@ def test_partial_samples_are_counted_exactly() -> None:
     # float32 arithmetic gives 500,000 and 50,000,000 here.
     assert plan_index(50_000_002, seq_len=100, num_samples=None, keep_partial=True).num_samples == 500_001
     assert plan_index(200_000_006, seq_len=4, num_samples=None, keep_partial=True).num_samples == 50_000_002
+    for tokens, seq_len, count in ((50_000_002, 100, 500_000), (200_000_006, 4, 50_000_000)):
+        plan = plan_index(tokens, seq_len=seq_len, num_samples=None, keep_partial=True, float32_counts=True)
+        assert plan.num_samples == count
 
 
 def test_more_tokens_than_int32() -> None:
@@ -180,6 +232,7 @@ def test_bad_arguments() -> None:
         ({"seq_len": 0}, "seq_len=0"),
         ({"seed": -1}, "seed -1"),
         ({"eod_mask_loss": True}, "name the tokenizer"),
+        ({"boundaries": "eod"}, "data.boundaries=eod needs the id"),
         ({"sequences": (5, 5), "num_samples": 9}, "0 of 57 sequences and no tokens, but 9 samples of 16"),
     ]
     for more, message in bad:
@@ -269,11 +322,15 @@ def test_documents_end_where_the_index_says(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "x"), seq_len=8, seed=3, num_samples=14, reset_attention=True, reset_positions=True
     )
     plain = GPTDataset(IndexedDataset(tmp_path / "x"), seq_len=8, seed=3, num_samples=14)
+    masked = GPTDataset(
+        IndexedDataset(tmp_path / "x"), seq_len=8, seed=3, num_samples=14, eod=60000, eod_mask_loss=True
+    )
     for i in range(14):
         sample, row = data[i], plain.read(i)[0]
         same = np.diff(row) == 1  # whether a label is of the same document; no two documents are neighbours in id
         assert sample.tokens.tolist() == plain[i].tokens.tolist() and sample.labels.tolist() == plain[i].labels.tolist()
-        assert sample.loss_mask.tolist() == same.astype(int).tolist()
+        assert sample.loss_mask.all(), "attention apart from the loss: every label counts"
+        assert masked[i].loss_mask.tolist() == same.astype(int).tolist(), "also where no id ends a document"
         starts = np.flatnonzero(np.concatenate(([True], ~same[:-1])))
         assert sample.documents is not None
         assert sample.documents.tolist() == [int(starts[starts <= place].max()) for place in range(8)]

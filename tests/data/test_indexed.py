@@ -18,7 +18,7 @@ from megalite.data.indexed import (
 from tests.data.reference import GOLDEN, prefix
 
 FIXTURES = sorted(GOLDEN["fixtures"])
-WRITABLE = [name for name in FIXTURES if GOLDEN["fixtures"][name].get("docs") is not None and name != "mm_i32"]
+WRITABLE = [name for name in FIXTURES if GOLDEN["fixtures"][name].get("docs") is not None]
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -57,7 +57,8 @@ def test_writes_the_bytes_megatron_writes(name: str, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "x", dtype=expected["dtype"]) as writer:
         for document in expected["docs"]:
             flat = np.array([t for s in document for t in s], dtype=expected["dtype"])
-            writer.add_document(flat, [len(s) for s in document])
+            modes = (expected.get("modes") or [])[writer.num_sequences :][: len(document)] or None
+            writer.add_document(flat, [len(s) for s in document], modes=modes)
     for end in (".bin", ".idx"):
         assert (tmp_path / f"x{end}").read_bytes() == Path(prefix(name) + end).read_bytes()
 
@@ -68,6 +69,38 @@ def test_merges_like_megatron(tmp_path: Path) -> None:
             writer.add_file(prefix(name))
     for end in (".bin", ".idx"):
         assert (tmp_path / f"x{end}").read_bytes() == Path(prefix("merged_i32") + end).read_bytes()
+
+
+@pytest.mark.parametrize("part", [1, 3, 1000])
+def test_merging_keeps_sequences_and_documents(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of several sequences and empty ones; one file's index goes on where the other's ends."""
+    monkeypatch.setattr("megalite.data.indexed_writer._PART_TOKENS", part)
+    monkeypatch.setattr("megalite.data.indexed_writer._PART_DOCUMENTS", part)
+    for name, documents in (("a", [[3], [4]]), ("b", [[2], [], [5, 0, 2], [1], []])):
+        with IndexedWriter(tmp_path / name, dtype="int32") as writer:
+            for lengths in documents:
+                writer.add_document(np.arange(sum(lengths)) + 100, lengths)
+    with IndexedWriter(tmp_path / "ab", dtype="int32") as writer:
+        writer.add_file(tmp_path / "a")
+        writer.add_file(tmp_path / "b")
+    merged = IndexedDataset(tmp_path / "ab")
+    assert merged.lengths.tolist() == [3, 4, 2, 5, 0, 2, 1]
+    assert merged.document_index.tolist() == [0, 1, 2, 3, 3, 6, 7, 7]
+    parts = [s.tolist() for name in "ab" for s in IndexedDataset(tmp_path / name)]
+    assert [s.tolist() for s in merged] == parts
+    with IndexedWriter(tmp_path / "mm", dtype="int32") as writer:
+        writer.add_file(prefix("mm_i32"))
+        writer.add_file(prefix("mm_i32"))
+    modes = IndexedDataset(tmp_path / "mm").modes
+    assert modes is not None and modes.tolist() == [0, 1, 2] * 2
+
+
+def test_all_sequences_have_a_mode_or_none_has(tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "x", dtype="int32")
+    writer.add_document([1, 2])
+    with pytest.raises(ValueError, match="1 modes for 1 sequences: all sequences of a file have a mode, or none has"):
+        writer.add_document([3], modes=[1])
+    writer.abort()
 
 
 def test_offsets_do_not_overflow() -> None:
