@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +19,10 @@ class BatchTotals:
     """Tokens that are not padding, labels or not."""
     loss_scale: float = 1.0
     """What gradients are multiplied by (fp16)."""
+    num_labels: int = 1
+    """Labels that count."""
+    ahead: Sequence[tuple[int, int]] = ()
+    """Of each depth of multi-token prediction: labels that count, and tokens (megalite.nn.multi_token)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,11 +64,16 @@ LFM2 = replace(
 )
 LFM2_MOE = replace(MOE, name="lfm2", attention_layers="2", moe_layers="from:2")
 
+MTP = replace(LLAMA, num_layers=3, mtp_layers=2, mtp_loss_factor=0.4, hidden_dropout=0.1)
+MTP_GPT2 = replace(GPT2, num_layers=3, mtp_layers=1)
+MTP_MOE = replace(MOE, num_layers=3, moe_layers="from:1", mtp_layers=1, aux_loss="global", expert_bias=True)
+
 MODELS = {
     "llama": LLAMA, "gpt2": GPT2, "tied-llama": TIED_LLAMA, "moe": MOE, "moe-bias": MOE_BIAS,
     "moe-capacity": MOE_CAPACITY, "moe-exact": MOE_EXACT, "moe-micro-batch": MOE_MICRO_BATCH, "moe-choice": MOE_CHOICE,
     "moe-sinkhorn": MOE_SINKHORN, "moe-gpt2": MOE_GPT2,
     "lfm2": LFM2, "lfm2-moe": LFM2_MOE,
+    "mtp": MTP, "mtp-gpt2": MTP_GPT2, "mtp-moe": MTP_MOE,
 }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ class CheckpointConfig:
     before it that is not."""
     allow: tuple[str, ...] = ()
     """Settings in which a resumed run may differ from its checkpoint: names such as optim.lr, or patterns as in a shell
-    (optim.*). Any other difference of model, data or optimizer is refused."""
+    (optim.*). Any other difference of model, data or optimizer is refused. With model.mtp_layers a checkpoint may have
+    other layers of multi-token prediction than the model, also for checkpoint.load: new ones begin anew."""
 
     def problems(self) -> list[str]:
         """Everything wrong with this section."""

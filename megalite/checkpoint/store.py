@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -225,18 +226,21 @@ def load(
     *,
     optional: Sequence[str] = (),
     instead: Instead | None = None,
+    apart: Sequence[str] = (),
 ) -> Manifest:
     """Loads the checkpoint in `folder` (a checkpoint, or a run whose latest is meant) into `tensors`, in place.
 
     As `load_latest`, but a checkpoint that is not there is an error. optional: kinds that it need not have (see
-    `Manifest.kinds`); their tensors are then left as they are. instead: see `find`; a dtype may then be another.
+    `Manifest.kinds`); their tensors are then left as they are. instead: see `find`; a dtype may then be another. apart:
+    patterns of global names, as in a shell, of tensors that may be here alone (and are then left as they are) or there
+    alone (and are then not read).
     """
     what = f"cannot load {folder}"
     while True:
         place = on_first(mpu, what, lambda: find_checkpoint(folder))
         before = on_first(mpu, what, lambda place=place: _manifest_of(place))
         try:
-            return _load(folder_at(place), what, tensors, mpu, optional, instead)
+            return _load(folder_at(place), what, tensors, mpu, optional, instead, apart)
         except CheckpointError:
             if not on_first(mpu, what, lambda place=place, before=before: _has_moved_on(folder, place, before)):
                 raise
@@ -244,22 +248,39 @@ def load(
 
 
 def _load(
-    place: Folder, what: str, tensors: Tensors, mpu: ParallelState, optional: Sequence[str], instead: Instead | None
+    place: Folder,
+    what: str,
+    tensors: Tensors,
+    mpu: ParallelState,
+    optional: Sequence[str],
+    instead: Instead | None,
+    apart: Sequence[str],
 ) -> Manifest:
     # Read once: a run may save the same step again in the meantime.
     manifest = on_first(mpu, what, lambda: _checked(place))
+    names = {_name(key) for key in manifest.tensors}
 
     def read() -> set[str]:
         asked = {kind: of_kind for kind, of_kind in tensors.items() if kind not in optional or kind in manifest.kinds}
-        pieces = list(held(asked))
+        pieces = [piece for piece in held(asked) if _name(piece.key) in names or not _is_like(piece.key, apart)]
         read_tensors(
             place, manifest, [(piece, overlap) for piece in pieces for overlap in find(manifest, piece, instead)]
         )
         return {piece.key for piece in pieces}
 
     keys = set().union(*together(mpu, what, read))
+    keys |= {key for key in manifest.tensors if _is_like(key, apart)}
     on_first(mpu, what, lambda: check_complete(manifest, keys))
     return manifest
+
+
+def _name(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def _is_like(key: str, patterns: Sequence[str]) -> bool:
+    """Whether the global name in a key is like one of `patterns`."""
+    return any(fnmatchcase(_name(key), pattern) for pattern in patterns)
 
 
 def _checked(place: Folder) -> Manifest:

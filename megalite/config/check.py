@@ -153,6 +153,13 @@ def _model_problems(model: ModelConfig) -> list[str]:
             found.append(f"model.{name}={getattr(model, name)} must be finite and at least 0")
     if model.name != "gpt2":
         found += rope_problems(model)
+    if model.mtp_layers < 0:
+        found.append(f"model.mtp_layers={model.mtp_layers} must be at least 1, or 0 for no multi-token prediction")
+    if not 0 < model.mtp_loss_factor < math.inf:
+        found.append(
+            f"model.mtp_loss_factor={model.mtp_loss_factor} must be finite and above 0; mtp_layers=0 leaves"
+            " multi-token prediction out"
+        )
     if model.vocab_size < 2 and model.label_smoothing > 0:
         found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
     return found + _operator_problems(model)
@@ -161,7 +168,7 @@ def _model_problems(model: ModelConfig) -> list[str]:
 def _operator_problems(model: ModelConfig) -> list[str]:
     """Whether the layers that attend can be told from the convolutions, and what they see is something."""
     patterns = {"attention_layers": model.attention_layers, "window_layers": model.window_layers}
-    problems = (pattern_problem(text, f"model.{name}", model.num_layers) for name, text in patterns.items())
+    problems = (pattern_problem(text, f"model.{name}", len(model.all_layers)) for name, text in patterns.items())
     found = [problem for problem in problems if problem is not None]
     pattern = model.attention_layers
     if pattern != "all" and model.name != "lfm2" and is_pattern(pattern):
@@ -201,6 +208,11 @@ def _cut_problems(config: Config) -> list[str]:
         found.append(f"model.vocab_size={model.vocab_size} is less than parallel.tp={tp}: a rank would hold no row")
     found += _context_problems(config)
     seq_len = config.data.seq_len
+    if 0 < seq_len <= model.mtp_layers:
+        found.append(
+            f"model.mtp_layers={model.mtp_layers} looks further ahead than rows of data.seq_len={seq_len} tokens are"
+            f" long; use mtp_layers < {seq_len}"
+        )
     if model.name == "gpt2" and seq_len > model.max_positions:
         found.append(
             f"data.seq_len={seq_len} is longer than model.max_positions={model.max_positions}, the learned positions;"
@@ -213,7 +225,7 @@ def _context_problems(config: Config) -> list[str]:
     """Whether the layers that cp_mode sets apart are there, and have heads enough for their mode."""
     model, parallel, found = config.model, config.parallel, []
     for pattern, _ in parallel.cp_exceptions:
-        problem = pattern_problem(pattern, f"parallel.cp_mode={parallel.cp_mode}: layers", model.num_layers)
+        problem = pattern_problem(pattern, f"parallel.cp_mode={parallel.cp_mode}: layers", len(model.all_layers))
         found += [problem] if problem is not None else []
     tp, heads = parallel.tp, model.num_heads // parallel.tp
     for mode in parallel.cp_modes:
@@ -302,16 +314,19 @@ def _end_problems(config: Config, plan: Plan) -> list[str]:
     ends = {plan.placement[0], plan.placement[plan.num_stages - 1]}
     if config.optim.post_validation and plan.num_chains > 1:
         return [f"optim.post_validation=true: under {plan.name} ranks share weights, and meet before the update anyway"]
-    if config.optim.post_validation and config.model.tie_embeddings and len(ends) > 1:
+    model = config.model
+    tying = "tie_embeddings" if model.tie_embeddings else f"mtp_layers={model.mtp_layers}"
+    if config.optim.post_validation and model.shares_embedding and len(ends) > 1:
         return [
-            f"optim.post_validation=true: model.tie_embeddings ties weights of pipeline ranks {sorted(ends)}, which"
-            " must meet before the update; use zb_v, which has both ends on one rank, or tie_embeddings=false"
+            f"optim.post_validation=true: model.{tying} ties weights of pipeline ranks {sorted(ends)}, which must meet"
+            " before the update; use zb_v, which has both ends on one rank, or"
+            f" {'tie_embeddings=false' if model.tie_embeddings else 'mtp_layers=0'}"
         ]
-    if not config.model.tie_embeddings or len(ends) == 1 or ends == {0, plan.num_ranks - 1}:
+    if not model.shares_embedding or len(ends) == 1 or ends == {0, plan.num_ranks - 1}:
         return []
     return [
         f"parallel.schedule={config.parallel.schedule} places the first and the last stage on pipeline ranks"
-        f" {sorted(ends)}; model.tie_embeddings needs both on one rank, or on the first and the last"
+        f" {sorted(ends)}; model.{tying} needs both on one rank, or on the first and the last"
     ]
 
 
@@ -320,7 +335,7 @@ def _kernel_problems(config: Config) -> list[str]:
     model = config.model
     if not is_pattern(model.window_layers):
         return []  # reported already
-    window = max((model.window_of(layer) for layer in range(model.num_layers)), default=0)
+    window = max((model.window_of(layer) for layer in model.all_layers), default=0)
     traits = Traits(
         device=torch.device(device_type(config.train.device)),
         dtype=None if config.train.precision == "fp8" else config.train.dtype,

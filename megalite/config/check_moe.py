@@ -63,7 +63,7 @@ def _without_experts(parallel: ParallelConfig) -> list[str]:
 def _layer_problems(model: ModelConfig) -> list[str]:
     """Whether the pattern names layers of the model, and any."""
     pattern, last = model.moe_layers, model.num_layers - 1
-    if (problem := pattern_problem(pattern, "model.moe_layers", model.num_layers)) is not None:
+    if (problem := pattern_problem(pattern, "model.moe_layers", len(model.all_layers))) is not None:
         return [problem]
     if not moe_layers(model):
         kind = pattern.partition(":")[0]

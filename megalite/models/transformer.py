@@ -6,7 +6,7 @@ A new architecture is a small file that subclasses `TransformerLayer` and `Trans
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from megalite.nn.config import ModelConfig, rope_problems
 from megalite.nn.context import EMBEDDING_SITE, Context, Site, layer_site
 from megalite.nn.mlp import ParallelMLP
 from megalite.nn.moe import MoELayer
+from megalite.nn.multi_token import MultiTokenLayer, depths_saved, look_ahead, shown_as
 from megalite.nn.norm import RMSNorm
 from megalite.nn.position import PositionEmbedding
 from megalite.nn.recompute import Recompute
@@ -152,17 +153,42 @@ class Transformer(nn.Module):
         if stage.is_first and self.learned_positions:
             self.positions = PositionEmbedding(config, mpu)
         # Keys are global layer numbers, so that parameter names do not depend on the layout.
-        layers = {str(i): self.layer_cls(config, mpu, i, kernels) for i in stage.layers}
-        for layer in layers.values():
-            layer.recompute = self.recompute
-        self.layers = nn.ModuleDict(layers)
+        self.layers = nn.ModuleDict({str(i): self._layer(i) for i in stage.layers})
         self.final_norm = self.norm_cls(config, mpu, kernels) if stage.is_last else None
         self.head = self._head() if stage.is_last else None
+        self.mtp = nn.ModuleDict(self._depths() if stage.is_last else {})
+        self.losses_ahead: dict[int, Sequence[Tensor]] = {}
+        """By number of the micro-batch, the summed loss of each depth of multi-token prediction."""
         self._holds_both_ends = False
         share_queue(self, self.queue)
         for module in self.modules():
             if isinstance(module, ParallelMLP):
                 module.sequence_chunk = sequence_chunk
+
+    def _layer(self, index: int) -> TransformerLayer:
+        layer = self.layer_cls(self.config, self.mpu, index, self.kernels)
+        layer.recompute = self.recompute
+        return layer
+
+    def _depths(self) -> dict[str, MultiTokenLayer]:
+        """The layers of multi-token prediction, all with one embedding: the model's, or a copy that is tied to it."""
+        config, embedding = self.config, self.embedding
+        if config.mtp_layers and embedding is None:
+            assert self.head is not None
+            embedding = self._embedding()
+            shard = shard_of(embedding.weight)
+            set_shard(embedding.weight, replace(shard, tied_to="embedding.weight"))
+            if config.tie_embeddings:
+                embedding.weight = self.head.weight
+        found: dict[str, MultiTokenLayer] = {}
+        for number in range(config.mtp_layers):
+            assert embedding is not None
+            layer = self._layer(config.num_layers + number)
+            found[str(number)] = MultiTokenLayer(
+                config, self.mpu, 1 + number, embedding=embedding, layer=layer, norm_cls=self.norm_cls,
+                kernels=self.kernels, recompute=self.recompute,
+            )  # fmt: skip
+        return found
 
     def _embedding(self) -> VocabParallelEmbedding:
         config = self.config
@@ -184,12 +210,15 @@ class Transformer(nn.Module):
         return head
 
     def tie_to(self, first: Transformer) -> None:
-        """Makes the weight of this stage's head the embedding of `first`, a stage on the same rank, for good.
+        """Makes what is tied to the embedding on this stage that of `first`, a stage on the same rank, for good.
 
         Its gradient, its norm and its place in checkpoints are the business of `first` alone.
         """
         assert self.head is not None and first.embedding is not None and self is not first
-        self.head.weight = first.embedding.weight
+        if self.config.tie_embeddings:
+            self.head.weight = first.embedding.weight
+        for layer in self._ahead:
+            layer.embedding.weight = first.embedding.weight
         self._holds_both_ends = first._holds_both_ends = True
 
     @property
@@ -211,7 +240,7 @@ class Transformer(nn.Module):
         context = self._context(batch)
         x = self._embed(context) if x is None else x
         x = self.recompute.run(self.layers.values(), x, context)
-        return self._loss(x, context.batch) if self.stage.is_last else x
+        return self._loss(x, context) if self.stage.is_last else x
 
     def batch_shape(
         self,
@@ -246,13 +275,14 @@ class Transformer(nn.Module):
         parts = [self.recompute.run_saved(layers, shape.stream)] if layers else []
         if self.embedding is not None:
             parts = [embedding_saved(self.embedding, shape.tokens), dropout_saved(self.config.hidden_dropout), *parts]
-        if self.final_norm is not None and self.head is not None:
-            parts.append(saved_by(self.final_norm, shape))
+        if self.final_norm is not None:
+            parts.append(depths_saved(self._ahead, self.final_norm, shape))
         return chain(*parts)
 
     def loss_saved(self, shape: BatchShape) -> Saved:
         """What the loss keeps of a micro-batch: gradients that are made in its forward pass."""
-        return loss_saved(self.head, shape.tokens, shape.dtype) if self.head is not None else Saved()
+        tokens = shape.tokens * (1 + len(self.mtp))
+        return loss_saved(self.head, tokens, shape.dtype) if self.head is not None else Saved()
 
     def context_bytes(self, shape: BatchShape) -> int:
         """What the layers of a stage share, of a micro-batch: rotary tables, and token numbers for dropout."""
@@ -261,7 +291,8 @@ class Transformer(nn.Module):
 
     def logits_bytes(self, shape: BatchShape) -> int:
         """The most logits that exist at a time."""
-        return logits_bytes(self.head, shape.tokens, shape.dtype, shape.device) if self.head is not None else 0
+        tokens = shape.tokens * (1 + len(self.mtp))
+        return logits_bytes(self.head, tokens, shape.dtype, shape.device) if self.head is not None else 0
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """[s, b, vocab] of a model that is one stage, for evaluation."""
@@ -305,8 +336,7 @@ class Transformer(nn.Module):
                 cache.tables = self._rope(torch.arange(cache.capacity, device=positions.device)[:, None])
             return rows_of(cache.tables, positions)
         config = self.config
-        wide = torch.promote_types(self.hidden_dtype, torch.float32)
-        return rope_tables(positions, config.rotary_dim, config.rope_theta, wide, config.rope)
+        return rope_tables(positions, config.rotary_dim, config.rope_theta, wide(self.hidden_dtype), config.rope)
 
     def _embed(self, context: Context) -> Tensor:
         assert self.embedding is not None, f"stage {self.stage.index} needs hidden states"
@@ -318,17 +348,36 @@ class Transformer(nn.Module):
             x = self.kernels.dropout(x, self.config.hidden_dropout, key, context.token_index)
         return x
 
-    def _enter_head(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         assert self.final_norm is not None, f"stage {self.stage.index} has no head"
-        return enter_parallel(self.final_norm(x), self.mpu.tp, self.sequence_parallel)
+        return self.final_norm(x)
 
-    def _loss(self, x: Tensor, batch: MicroBatch) -> Tensor:
+    def _enter_head(self, x: Tensor) -> Tensor:
+        return enter_parallel(self._normed(x), self.mpu.tp, self.sequence_parallel)
+
+    @property
+    def _ahead(self) -> list[MultiTokenLayer]:
+        return [layer for layer in self.mtp.values() if isinstance(layer, MultiTokenLayer)]
+
+    def _loss(self, x: Tensor, context: Context) -> Tensor:
+        batch = context.batch
+        if not (self.mtp and self.training):
+            return self._cross_entropy(self._normed(x), batch.labels, batch.loss_mask)
+        ahead = look_ahead(self._ahead, x, context)
+        # One pass through the head, so that there is one gradient of it: next tokens, then those of each depth.
+        weights = ahead.weights(self.config.mtp_loss_factor)
+        losses = torch.zeros_like(weights)
+        loss = self._cross_entropy(torch.cat([self._normed(x), *ahead.outputs], 1), ahead.labels, weights, losses)
+        shown, *self.losses_ahead[batch.index] = ahead.sums(losses)
+        return shown_as(loss, shown)
+
+    def _cross_entropy(self, x: Tensor, labels: Tensor, mask: Tensor, rows: Tensor | None = None) -> Tensor:
         assert self.head is not None
         config = self.config
         return linear_cross_entropy(
-            self._enter_head(x), self.head.weight, batch.labels, batch.loss_mask, axis=self.mpu.tp,
-            vocab_size=config.vocab_size, queue=self.queue,
-            label_smoothing=config.label_smoothing, z_loss=config.z_loss, kernels=self.kernels,
+            enter_parallel(x, self.mpu.tp, self.sequence_parallel), self.head.weight, labels, mask, axis=self.mpu.tp,
+            vocab_size=config.vocab_size, queue=self.queue, label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss, kernels=self.kernels, rows=rows,
         )  # fmt: skip
 
     def units(self) -> list[Unit]:
@@ -338,6 +387,7 @@ class Transformer(nn.Module):
         last = [module for module in (self.final_norm, self.head) if module is not None]
         groups: list[tuple[str, Sequence[nn.Module]]] = [("embedding", first)]
         groups += [(f"layers.{name}", [layer]) for name, layer in self.layers.items()]
+        groups += [(f"mtp.{name}", [layer]) for name, layer in self.mtp.items()]
         groups += [("head", last)]
         units, taken = [], set(tied)
         for name, modules in groups:
@@ -348,8 +398,13 @@ class Transformer(nn.Module):
         if not tied or (self._holds_both_ends and self.embedding is None):
             return units
         shared = self._holds_both_ends
-        return [Unit("tied", tied, tied=not shared, shared=shared, modules=[*first[:1], *last]), *units]
+        users = [*first[:1], *(last if self.config.tie_embeddings else ()), *self.mtp.values()]
+        return [Unit("tied", tied, tied=not shared, shared=shared, modules=users), *units]
 
     def _tied_weights(self) -> list[nn.Parameter]:
-        ends = [end.weight for end in (self.embedding, self.head) if end is not None]
-        return ends[:1] if self.config.tie_embeddings else []
+        """The embedding, or its copy, of a stage that is an end of the model, if both ends use it."""
+        if not self.config.shares_embedding:
+            return []
+        head = self.head if self.config.tie_embeddings else None
+        users = [self.embedding, head, *(layer.embedding for layer in self._ahead)]
+        return [user.weight for user in users if user is not None][:1]

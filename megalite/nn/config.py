@@ -152,6 +152,20 @@ class ModelConfig(MoEConfig):
     """Probability mass spread over the other vocabulary entries in the loss."""
     z_loss: float = 0.0
     """Weight of the squared log-partition term in the loss (PaLM, arXiv:2204.02311)."""
+    mtp_layers: int = 0
+    """Layers that learn to predict further tokens, one each (multi-token prediction, arXiv:2412.19437)."""
+    mtp_loss_factor: float = 0.3
+    """Weight of the mean of their losses."""
+
+    @property
+    def all_layers(self) -> range:
+        """The layers, and after them those of multi-token prediction."""
+        return range(self.num_layers + self.mtp_layers)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage of a pipeline needs the embedding, too."""
+        return self.tie_embeddings or self.mtp_layers > 0
 
     @property
     def kv_heads(self) -> int:
@@ -217,7 +231,7 @@ class ModelConfig(MoEConfig):
     @property
     def common_window(self) -> int:
         """The sliding window that all attention layers have; 0 where one has none."""
-        layers = (layer for layer in range(self.num_layers) if self.is_attention_layer(layer))
+        layers = (layer for layer in self.all_layers if self.is_attention_layer(layer))
         return min((self.window_of(layer) for layer in layers), default=0)
 
     def is_attention_layer(self, layer: int) -> bool:

@@ -28,6 +28,11 @@ EMBEDDING_SITE = 0
 """Dropout site of the embedding; layer n's sites begin at 1 + n * len(Site)."""
 
 
+def embedding_site(depth: int) -> int:
+    """The dropout site of the embedding that depth 1, 2, .. of multi-token prediction takes."""
+    return EMBEDDING_SITE - depth
+
+
 def layer_site(layer: int, site: Site) -> int:
     """The model-wide number of a dropout site, by global layer number."""
     return 1 + layer * len(Site) + site

@@ -403,7 +403,7 @@ def finish_step(
     routers: those of this rank's stages. The counts of a pipeline's two copies of a stage (dualpipe) add up, too. After
     a `survey`, a forward pass for its counts alone, only the fractions move.
     """
-    layers = tuple(layer for layer in range(config.num_layers) if config.is_moe_layer(layer))
+    layers = tuple(layer for layer in config.all_layers if config.is_moe_layer(layer))
     width = config.num_experts + len(EXTRA)
     device = routers[0].weight.device if routers else mpu.world.device
     board = torch.zeros(len(layers), width, dtype=torch.float64, device=device)

@@ -113,6 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         queue: WeightGradQueue,
         kernels: Kernels,
         learning: bool,
+        rows: Tensor | None,
     ) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
         wants_dx, wants_dw = (learning and needed for needed in ctx.needs_input_grad[:2])
@@ -127,8 +128,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(begin, begin + cut.chunk_rows())
             logits = nn.functional.linear(hidden[part], weight)
             lse, target, total = _merged(kernels.ce_stats(logits, local[part], terms), cut.axis)
+            of_rows = ce_loss(lse, target, total, terms)
             # A masked row may hold anything, inf included: it must not touch the sum.
-            loss += torch.where(mask[part] > 0, ce_loss(lse, target, total, terms) * mask[part], 0.0).sum()
+            loss += torch.where(mask[part] > 0, of_rows * mask[part], 0.0).sum()
+            if rows is not None:
+                rows[part] = torch.where(mask[part] > 0, of_rows, 0.0)
             if dx is None and dw is None:
                 continue
             kernels.ce_grad(logits, local[part], lse, weights[part], terms)
@@ -152,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.queue.put(lambda: _add_scaled(weight, dw, scale), [weight])
             else:
                 weight_grad = dw.mul_(scale).to(weight.dtype)
-        return dx.mul_(scale) if dx is not None else None, weight_grad, None, None, None, None, None, None, None
+        return dx.mul_(scale) if dx is not None else None, weight_grad, *(None for _ in range(8))
 
 
 def _add_scaled(weight: nn.Parameter, dw: Tensor, scale: Tensor) -> None:
@@ -176,11 +180,13 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     kernels: Kernels | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The scalar sum of mask * loss over all tokens, in at least float32, without ever holding all logits.
 
     hidden [s, b, h], whole on every rank of `axis`; weight [vocab_local, h]; labels int64 and mask [s, b]. The gradient
-    of `hidden` is this rank's partial sum: enter the region with `collectives.enter_parallel`.
+    of `hidden` is this rank's partial sum: enter the region with `collectives.enter_parallel`. rows [s, b]: receives
+    the loss of each token, 0 where the mask is.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return _LinearCrossEntropy.apply(
@@ -193,4 +199,5 @@ def linear_cross_entropy(
         queue,
         kernels if kernels is not None else Kernels(),
         torch.is_grad_enabled(),  # the function itself always runs without
+        rows.view(-1) if rows is not None else None,
     )

@@ -144,7 +144,8 @@ def _steps(
         )
         for step in range(num_steps):
             result = train_step(training, step)
-            scalars = {"loss": result.loss, "grad_norm": result.grad_norm, "tokens": float(result.num_tokens)}
+            loss = result.loss + sum(result.losses_ahead)  # each of them is the same on all layouts
+            scalars = {"loss": loss, "grad_norm": result.grad_norm, "tokens": float(result.num_tokens)}
             yield f"{optimizer} step {step + 1}", training, scalars
 
 

@@ -60,7 +60,7 @@ def build_stages(
             mark_copies(stage)
     first = next((stage for stage in stages.values() if stage.stage.is_first), None)
     last = next((stage for stage in stages.values() if stage.stage.is_last), None)
-    if config.model.tie_embeddings and first is not None and last is not None and first is not last:
+    if config.model.shares_embedding and first is not None and last is not None and first is not last:
         last.tie_to(first)
     return stages
 

@@ -105,6 +105,8 @@ class TensorBoard(Callback):
         if metrics.mfu is not None:
             self._add("speed/mfu", metrics.mfu, metrics.step)
         self._add("memory/peak_mb", metrics.peak_memory_mb, metrics.step)
+        for depth, loss in enumerate(metrics.losses_ahead, 1):
+            self._add(f"train/loss_ahead_{depth}", loss, metrics.step)
         if metrics.moe is not None:
             self._add_routers(metrics.moe, metrics.step)
 

@@ -39,6 +39,9 @@ __all__ = ["ResumeError", "RunCheckpoints", "state_tensors"]
 _SAME_VALUES = {"parameter": (MASTER,), MASTER: ("parameter",)}
 """Where another precision has the weights: float32 ones come from the masters of a bf16 run, and become masters."""
 
+_PARTS = {"model.mtp_layers": "mtp.*"}
+"""By setting, the tensors that a model has or has not; where `checkpoint.allow` names it, they are left as they are."""
+
 
 class RunCheckpoints:
     """Saves and restores weights, optimizer state and counters. Data order and dropout have no state of their own.
@@ -108,13 +111,14 @@ class RunCheckpoints:
 
     def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
         optimizer = self._training.optimizer
-        tensors = state_tensors(self._training)
-        if is_allowed("train.precision", self._config.checkpoint.allow):
+        tensors, allow = state_tensors(self._training), self._config.checkpoint.allow
+        apart = [names for setting, names in _PARTS.items() if is_allowed(setting, allow)]
+        if is_allowed("train.precision", allow):
             optional = [kind for kind in optional if kind != MASTER]  # weights are there, in some precision
-            manifest = store.load(path, tensors, self._mpu, optional=optional, instead=_SAME_VALUES)
+            manifest = store.load(path, tensors, self._mpu, optional=optional, instead=_SAME_VALUES, apart=apart)
         else:
             # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
-            manifest = store.load(path, tensors, self._mpu, optional=[MASTER, *optional])
+            manifest = store.load(path, tensors, self._mpu, optional=[MASTER, *optional], apart=apart)
             if MASTER not in manifest.kinds:
                 optimizer.refresh_master()
         updates = manifest.state.get("updates")

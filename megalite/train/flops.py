@@ -35,7 +35,14 @@ PEAK_TFLOPS = {
 def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that multiply the activations of a token: weight matrices, active experts, the head, tied or not."""
     layers = sum(layer_matmul_parameters(model, layer) for layer in range(model.num_layers))
-    return layers + model.hidden_size * model.vocab_size
+    return layers + end_matmul_parameters(model)
+
+
+def end_matmul_parameters(model: ModelConfig) -> int:
+    """The same for what follows the last layer: the head; for each further token a projection, a layer and a head."""
+    head = model.hidden_size * model.vocab_size
+    further = sum(layer_matmul_parameters(model, layer) for layer in model.all_layers[model.num_layers :])
+    return head + further + model.mtp_layers * (2 * model.hidden_size**2 + head)
 
 
 def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
@@ -53,7 +60,7 @@ def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
 
 def windows(model: ModelConfig) -> tuple[int, ...]:
     """The sliding windows of its attention layers, each once; 0 for none."""
-    layers = (layer for layer in range(model.num_layers) if model.is_attention_layer(layer))
+    layers = (layer for layer in model.all_layers if model.is_attention_layer(layer))
     return tuple(dict.fromkeys(model.window_of(layer) for layer in layers))
 
 
@@ -81,7 +88,7 @@ def _pairs(batch: MicroBatch, window: int) -> int:
 
 def attention_flops(model: ModelConfig, pairs: Mapping[int, int]) -> int:
     """Forward FLOPs of scores and weighted values over all attention layers; pairs: (query, key) pairs by window."""
-    layers = (layer for layer in range(model.num_layers) if model.is_attention_layer(layer))
+    layers = (layer for layer in model.all_layers if model.is_attention_layer(layer))
     return 4 * model.num_heads * model.head_size * sum(pairs[model.window_of(layer)] for layer in layers)
 
 

@@ -355,7 +355,7 @@ class _Transient:
         at_once = 3 if self.recompute.startswith("every:") else 2
         return {
             "unit gradients": _most_of_all([self._open_gradients(units) for units in self.stages]),
-            "unit parameters": max(_most([unit.parameters for unit in units], at_once) for units in self.stages),
+            "unit parameters": max(_most_parameters(units, at_once) for units in self.stages),
             "reduction": self._most_reduction(),
         }
 
@@ -381,7 +381,7 @@ class _Transient:
         """
         waiting = 0
         while len(units) > 1 and units[0].unit.name in ("tied", "embedding"):
-            if not self.defers and len(units[0].unit.modules) < 2:
+            if not self.defers and len(units[0].unit.modules) < 2 and not _is_used_later(units):
                 break
             waiting, units = waiting + units[0].gradients, units[1:]
         sizes = [unit.gradients for unit in units]
@@ -390,6 +390,22 @@ class _Transient:
     def _in_turn(self, sizes: Sequence[int], at_once: int) -> Sequence[int]:
         """Sizes of units, with the beginning of the next pass (the last ones) before those that end a pass."""
         return [*sizes[-1:], *sizes] if self.follow and len(sizes) > at_once else sizes
+
+
+def _most_parameters(units: Sequence[_Held], at_once: int) -> int:
+    """Bytes of the largest neighbours, and of the first unit where they use it, too."""
+    windows = [units[begin : begin + at_once] for begin in range(len(units))]
+    return max(
+        sum(held.parameters for held in window)
+        + (units[0].parameters if begin and _is_used_later([units[0], *window]) else 0)
+        for begin, window in enumerate(windows)
+    )
+
+
+def _is_used_later(units: Sequence[_Held]) -> bool:
+    """Whether a module of another unit uses the first one, as multi-token prediction does the embedding."""
+    later = {module for held in units[1:] if held.unit.name != "embedding" for module in held.unit.modules}
+    return not later.isdisjoint(units[0].unit.modules)
 
 
 def _passes_follow(actions: Sequence[Action]) -> bool:

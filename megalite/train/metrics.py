@@ -25,7 +25,7 @@ DETERMINISTIC_FIELDS = (
     "step", "loss", "grad_norm", "learning_rate", "tokens", "samples", "loss_tokens", "sample_fingerprint", "skipped",
 )  # fmt: skip
 """Fields that are a function of config and seed: bit-equal when a run is repeated or resumed in its layout. With
-experts there is `moe`, under fp16 `loss_scale`, too."""
+experts there is `moe`, under fp16 `loss_scale`, with multi-token prediction `losses_ahead`, too."""
 
 TIMING_FIELDS = ("tokens_per_second", "step_seconds", "tflops_per_second", "mfu", "peak_memory_mb")
 """Fields that depend on the machine and the moment."""
@@ -118,6 +118,8 @@ class StepMetrics:
     """Most memory that rank 0 has held so far, in MiB: CUDA allocations, or the process's resident set on the CPU."""
     loss_scale: float | None = None
     """What gradients were multiplied by; left out but for fp16."""
+    losses_ahead: tuple[float, ...] = ()
+    """Mean loss of each depth of multi-token prediction, without its factor; left out where there are none."""
     moe: RouterStats | None = None
     """What the routers did; left out of a dense model's row."""
 
@@ -137,6 +139,7 @@ class StepMetrics:
             sample_fingerprint=result.sample_fingerprint,
             skipped=result.skipped,
             loss_scale=result.loss_scale,
+            losses_ahead=result.losses_ahead,
             tokens_per_second=speed.tokens_per_second,
             step_seconds=speed.seconds,
             tflops_per_second=tflops,
@@ -151,7 +154,9 @@ class StepMetrics:
         for name in ("mfu", "loss_scale"):
             if getattr(self, name) is None:
                 del row[name]
-        del row["moe"]
+        del row["moe"], row["losses_ahead"]
+        if self.losses_ahead:
+            row["losses_ahead"] = [_finite_or_none(loss) for loss in self.losses_ahead]
         return row if self.moe is None else row | {"moe": self.moe.row()}
 
 

@@ -84,7 +84,7 @@ class RouterRecorder(Callback):
         for hook in self._hooks:
             hook.remove()
         biases = {layer: bias for part in self._mpu.pp.gather_objects(self._biases) for layer, bias in part.items()}
-        for layer in range(self._config.num_layers):
+        for layer in self._config.all_layers:
             if self._config.is_moe_layer(layer):
                 self._write(metrics.step, layer, biases[layer])
         self._pieces = {}

@@ -15,7 +15,7 @@ from megalite.nn.config import ModelConfig
 from megalite.pipeline.measured import TRACE, part_costs
 from megalite.pipeline.partition import PartCosts, partition
 from megalite.pipeline.plan import Plan
-from megalite.train.flops import layer_matmul_parameters
+from megalite.train.flops import end_matmul_parameters, layer_matmul_parameters
 
 MEASURED = "measured:"
 """How a partition by a run's trace is spelled: measured:RUN_DIR."""
@@ -52,7 +52,7 @@ def _costs(model: ModelConfig, by: str, plan: Plan) -> PartCosts:
     if by == "cost":
         return matmul_costs(model)
     if by == "parameters":
-        return parameter_counts(model, head_is_the_embedding=model.tie_embeddings and _ends_meet(plan))
+        return parameter_counts(model, ends_meet=_ends_meet(plan))
     if by.startswith(MEASURED) and by != MEASURED:
         trace = trace_of(by)
         if not trace.is_file():
@@ -67,22 +67,30 @@ def matmul_costs(model: ModelConfig) -> PartCosts:
     return PartCosts(
         layers=tuple(float(layer_matmul_parameters(model, layer)) for layer in range(model.num_layers)),
         embedding=float(model.hidden_size),  # a look-up: next to nothing
-        head=float(model.hidden_size * model.vocab_size),
+        head=float(end_matmul_parameters(model)),
     )
 
 
-def parameter_counts(model: ModelConfig, *, head_is_the_embedding: bool = False) -> PartCosts:
-    """Parameters of each part, counted on a model without memory; a tied head counts unless its rank has it already."""
+def parameter_counts(model: ModelConfig, *, ends_meet: bool = False) -> PartCosts:
+    """Parameters of each part, counted on a model without memory.
+
+    The last stage's copy of the embedding counts unless both ends of the model are on one rank (ends_meet).
+    """
     with torch.device("meta"):
         whole = MODELS[model.name](model, ParallelState.single())
 
-    def count(*modules: nn.Module | None) -> float:
-        return float(sum(p.numel() for module in modules if module is not None for p in module.parameters()))
+    def held(*modules: nn.Module | None) -> set[nn.Parameter]:
+        return {p for module in modules if module is not None for p in module.parameters()}
+
+    def count(parameters: set[nn.Parameter]) -> float:
+        return float(sum(p.numel() for p in parameters))
+
+    first, last = held(whole.embedding, whole.positions), held(whole.final_norm, whole.head, whole.mtp)
 
     return PartCosts(
-        layers=tuple(count(layer) for layer in whole.layers.values()),
-        embedding=count(whole.embedding, whole.positions),
-        head=count(whole.final_norm, None if head_is_the_embedding else whole.head),
+        layers=tuple(count(held(layer)) for layer in whole.layers.values()),
+        embedding=count(first),
+        head=count(last - first if ends_meet else last),
     )
 
 

@@ -14,6 +14,7 @@ from megalite.data.sampler import GlobalBatches, LocalBatch, fold_fingerprint
 from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.nn.multi_token import count_ahead
 from megalite.nn.router import Router, RouterLoads, finish_step
 from megalite.optim.lr import lr_at
 from megalite.optim.optimizer import Optimizer
@@ -29,7 +30,8 @@ class StepResult:
     loss: the sum over all valid tokens of the global batch / their number, which is what was optimised.
     grad_norm: global, before clipping. num_tokens: valid tokens. sample_fingerprint: of the samples consumed.
     model_flops: of the global batch (`megalite.train.flops`). router_loads: of the mixture-of-experts layers, if there
-    are any. loss_scale: what the gradients were multiplied by.
+    are any. loss_scale: what the gradients were multiplied by. losses_ahead: the mean loss of each depth of multi-token
+    prediction, over its own valid tokens; `loss` is that of the next token alone.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class StepResult:
     model_flops: int
     router_loads: RouterLoads | None = None
     loss_scale: float | None = None
+    losses_ahead: tuple[float, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -87,10 +90,12 @@ def train_step(training: Training, step: int) -> StepResult:
 
     # The loss is a mean over the valid tokens of the whole global batch. Their number is known before the first
     # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
-    totals, flops = _global_totals(training, local)
+    totals, ahead, flops = _global_totals(training, local)
     num_tokens, fingerprint = int(totals[0]), fold_fingerprint(int(totals[2]))
     num_rows, scale = training.batches.sizes.of(step), training.optimizer.loss_scale
-    of_batch = BatchTotals(num_rows=num_rows, num_tokens=int(totals[1]), loss_scale=scale)
+    of_batch = BatchTotals(
+        num_rows=num_rows, num_tokens=int(totals[1]), loss_scale=scale, num_labels=num_tokens, ahead=ahead
+    )
     microbatches = [replace(microbatch, totals=of_batch) for microbatch in local.microbatches]
 
     if training.model.num_experts and training.model.aux_loss == "global_exact":
@@ -104,20 +109,36 @@ def train_step(training: Training, step: int) -> StepResult:
     if update.skipped:
         training.skip(step)
     loads = _finish_routers(training, updated=not update.skipped)
-    loss = _global_mean(loss_sum, num_tokens, mpu)
+    sums = torch.cat((loss_sum.reshape(1).to(torch.float64), _sums_ahead(training, loss_sum.device)))
+    loss, *losses_ahead = _global_means(sums, [num_tokens, *(num_labels for num_labels, _ in ahead)], mpu)
     scale = scale if training.optimizer.scaler is not None else None
     return StepResult(
-        loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, flops, loads, scale
-    )
+        loss, update.grad_norm, learning_rate, num_tokens, update.skipped, fingerprint, flops, loads, scale,
+        tuple(losses_ahead),
+    )  # fmt: skip
 
 
-def _global_totals(training: Training, local: LocalBatch) -> tuple[Tensor, int]:
-    """(`LocalBatch.totals` of the global batch, the FLOPs that the model needs for it), on every rank."""
+def _global_totals(training: Training, local: LocalBatch) -> tuple[Tensor, list[tuple[int, int]], int]:
+    """Of the global batch, on every rank: (`LocalBatch.totals`, those of each depth of multi-token prediction, the
+    FLOPs that the model needs)."""
     mine, seen = local.totals(), windows(training.model)
+    ahead = count_ahead(local.microbatches, training.model.mtp_layers)
     pairs = torch.tensor([batch_pairs(local.microbatches, window) for window in seen], dtype=torch.int64)
-    totals = training.mpu.dp.all_reduce(torch.cat((mine, pairs)).to(training.mpu.dp.device))
-    pairs = dict(zip(seen, totals[len(mine) :].tolist(), strict=True))
-    return totals, batch_flops(training.model, int(totals[1]), pairs)
+    totals = training.mpu.dp.all_reduce(torch.cat((mine, ahead.flatten(), pairs)).to(training.mpu.dp.device))
+    mine, ahead, pairs = totals.split([len(mine), ahead.numel(), len(pairs)])
+    by_window = dict(zip(seen, pairs.tolist(), strict=True))
+    by_depth = [(num_labels, num_tokens) for num_labels, num_tokens in ahead.view(-1, 2).tolist()]
+    return mine, by_depth, batch_flops(training.model, int(totals[1]), by_window)
+
+
+def _sums_ahead(training: Training, device: torch.device) -> Tensor:
+    """float64 [depths]: the summed losses of further tokens over this rank's micro-batches; forgets them."""
+    sums = torch.zeros(training.model.mtp_layers, dtype=torch.float64, device=device)
+    for stage in training.stages.values():
+        for of_microbatch in stage.losses_ahead.values():
+            sums += torch.stack(list(of_microbatch)).to(torch.float64)
+        stage.losses_ahead.clear()
+    return sums
 
 
 def _finish_routers(training: Training, *, updated: bool, survey: bool = False) -> RouterLoads | None:
@@ -139,13 +160,14 @@ def evaluate(training: Training, num_steps: int) -> float:
     finally:
         _set_training(training.stages.values(), True)
     num_tokens = training.mpu.dp.all_reduce(totals[1:].clone())
-    return _global_mean(totals[0], int(num_tokens), training.mpu)
+    (loss,) = _global_means(totals[:1], [int(num_tokens)], training.mpu)
+    return loss
 
 
-def _global_mean(loss_sum: Tensor, num_tokens: int, mpu: ParallelState) -> float:
-    """The sum over the data-parallel ranks of the last stage / `num_tokens`, on every rank."""
-    total = mpu.dp_cp.all_reduce(loss_sum.to(mpu.dp.device, torch.float64).reshape(1).clone())
-    return float(mpu.pp.all_reduce(total)) / max(num_tokens, 1)
+def _global_means(sums: Tensor, counts: Sequence[int], mpu: ParallelState) -> list[float]:
+    """The sums over the data-parallel ranks of the last stage / `counts`, on every rank."""
+    totals = mpu.pp.all_reduce(mpu.dp_cp.all_reduce(sums.to(mpu.dp.device, torch.float64).clone()))
+    return [total / max(count, 1) for total, count in zip(totals.tolist(), counts, strict=True)]
 
 
 def _set_training(stages: Iterable[nn.Module], training: bool) -> None:

@@ -44,6 +44,12 @@ def test_a_step_needs_what_was_predicted(layout: str, tokens: str, tmp_path: Pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "tp2+sp+recompute:full", "dp2+zero3", "pp2:zb_h1+dp2+zero2"])
+def test_multi_token_prediction_needs_so_much(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    _compare(config_for("mtp", tokens, tmp_path, precision="bf16"), layout, world)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -35,7 +35,7 @@ def test_parameters_are_counted_as_they_are_built(model: ModelConfig, tokens: st
     plan = make_plan("1f1b", 1, 8)
     config = dataclasses.replace(config_for("llama", tokens, tmp_path), model=model)
     stages = build_stages(config, ParallelState.single(), plan, [range(model.num_layers)], torch.device("cpu"))
-    counts = parameter_counts(model, head_is_the_embedding=model.tie_embeddings)
+    counts = parameter_counts(model, ends_meet=model.tie_embeddings)
     total = sum(counts.layers) + counts.embedding + counts.head
     assert total == sum(parameter.numel() for parameter in stages[0].parameters())
 
