@@ -87,6 +87,7 @@ def huggingface_llama(model: ModelConfig, seq_len: int) -> Any:
             num_attention_heads=model.num_heads,
             num_key_value_heads=model.kv_heads,
             max_position_embeddings=seq_len,
+            rms_norm_eps=model.norm_eps,
             tie_word_embeddings=False,
             use_cache=False,
         )

@@ -18,12 +18,15 @@ from megalite.config import Config, load_config
 from megalite.config.load import from_dict
 from megalite.data.build import build_datasets
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.kernels.inference import for_inference
+from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import buffer_tensors, materialize, name_parameters, shard_of
-from megalite.train.build import describe_stage, plan_of
+from megalite.parallel.tensor import FusedColumnParallelLinear
+from megalite.train.build import kernels_of, plan_of
 from megalite.train.stages import stage_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
@@ -141,10 +144,7 @@ def inference_config(source: Source, parallel: ParallelConfig, precision: Precis
     )
     # torch.compile would compile anew for every number of rows.
     kernels = dataclasses.replace(config.kernels, compile=False, backend="auto", attention="auto", grouped="auto")
-    train = dataclasses.replace(
-        config.train, precision=precision, recompute="none", recompute_stash=False, recompute_cut_input=False,
-        sequence_chunk=0,
-    )  # fmt: skip
+    train = dataclasses.replace(config.train, precision=precision)
     return dataclasses.replace(config, model=model, parallel=parallel, kernels=kernels, train=train)
 
 
@@ -155,13 +155,23 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     of the run on a GPU, and float32 on a CPU, from the masters where there are any.
     """
     config = inference_config(source, mpu.config, precision, device)
-    stage = describe_stage(config, mpu, _stage_spec(config.model, mpu), device)
+    kernels = for_inference(kernels_of(config, device), device)
+    with torch.device("meta"):
+        stage = MODELS[config.model.name](config.model, mpu, _stage_spec(config.model, mpu), kernels=kernels)
     name_parameters(stage)
     materialize(stage, device, config.train.dtype)
     weights = [(shard_of(parameter), parameter.data) for parameter in stage.parameters()]
     tensors = {"parameter": weights} | buffer_tensors(stage)
     manifest = store.load(source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES)
-    return Loaded(stage=stage.eval().requires_grad_(False), step=manifest.step)
+    return Loaded(stage=frozen(stage), step=manifest.step)
+
+
+def frozen(stage: Transformer) -> Transformer:
+    """The stage itself, for inference from now on."""
+    for module in stage.modules():
+        if isinstance(module, FusedColumnParallelLinear):
+            module.freeze()
+    return stage.eval().requires_grad_(False)
 
 
 def read_source(path: str | Path, mpu: ParallelState) -> Source:

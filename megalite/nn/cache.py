@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
+from megalite.kernels.attention import attention
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.kernels.decode_attention import decode_attention
@@ -89,6 +90,9 @@ class Cache:
             return decode_attention(
                 q, keys, values, scale=layer.scale, softcap=layer.softcap, sinks=sinks, hidden=hidden
             )
+        if not self.length and self._is_causal(layer, n, sinks):
+            self._store(key, k, v, layer.window)
+            return attention(q, k, v, backend="sdpa", scale=layer.scale)
         keys, values, mask = k, v, self._mask(n, layer.window)
         if self.length:
             past = [self._in_order(kept) for kept in self._keys[key]]
@@ -153,6 +157,11 @@ class Cache:
         begin = self.length % size
         parts = (kept[:, :, begin:], kept[:, :, :begin]) if self.length > size else (kept[:, :, : self.length],)
         return torch.cat(parts, 2).permute(2, 0, 1, 3)
+
+    def _is_causal(self, layer: Attends, n: int, sinks: Tensor | None) -> bool:
+        """Whether n tokens, the first ones, see those before them and nothing else is to be done."""
+        plain = layer.is_standard and not layer.softcap and sinks is None
+        return plain and not self.longest_padding and not 0 < layer.window < n
 
     def _hidden(self, filled: int, dtype: torch.dtype) -> Tensor | None:
         """[b, 1, 1, filled], -inf for what is padding of the kept places, 0 elsewhere; None where none is left."""

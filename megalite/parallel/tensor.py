@@ -148,6 +148,9 @@ def _apply_linear(
     x: Tensor, axis: Axis, enter: str, queue: WeightGradQueue, weights: Sequence[nn.Parameter], biases: Sequence[Tensor]
 ) -> Tensor:
     enter = enter if axis.size > 1 else "none"
+    if not torch.is_grad_enabled():
+        whole = axis.all_gather(x) if enter == "gather" else x
+        return nn.functional.linear(whole, _fused(weights), _fused(biases) if biases else None)
     return _Linear.apply(x, axis, enter, queue, tuple(weights), len(weights), *weights, *biases)
 
 
@@ -232,6 +235,13 @@ class FusedColumnParallelLinear(ShardedModule):
             self.add_module(name, _Part(weight, one_bias, cuts[name], shape, part.replicas, init_std))
             init_unless_meta(self.part(name))
         self._names = list(parts)
+        self._frozen: tuple[Tensor, Tensor | None] | None = None
+
+    def freeze(self) -> None:
+        """For inference: looks up the parts side by side now, once. They may not move in memory any more."""
+        parts = [self.part(name) for name in self._names]
+        biases = [part.bias for part in parts if part.bias is not None]
+        self._frozen = _fused([part.weight.data for part in parts]), _fused(biases).data if biases else None
 
     def part(self, name: str) -> _Part:
         """The holder of one part's weight and bias."""
@@ -241,6 +251,9 @@ class FusedColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., in] -> [.., sum(sizes)]."""
+        if self._frozen is not None:
+            weight, bias = self._frozen
+            return nn.functional.linear(self.axis.all_gather(x) if self.enter == "gather" else x, weight, bias)
         parts = [self.part(name) for name in self._names]
         biases = [part.bias for part in parts if part.bias is not None]
         return _apply_linear(x, self.axis, self.enter, self.queue, [part.weight for part in parts], biases)

@@ -1,0 +1,60 @@
+"""Operations without autograd, for a token at a time on a CPU: there each call costs more than what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .chosen import Kernels
+
+
+def for_inference(kernels: Kernels, device: torch.device) -> Kernels:
+    """`kernels` for a model that nobody differentiates; results are the same but for rounding."""
+    if device.type != "cpu":
+        return kernels
+    plain = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": Turn(), "swiglu": swiglu_packed, "gelu": gelu}
+    return replace(kernels, **plain, chosen={**kernels.chosen, **dict.fromkeys(plain, "inference")})
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.norm.rms_norm`."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `kernels.norm.layer_norm`."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def swiglu_packed(x: Tensor) -> Tensor:
+    """See `kernels.activation.swiglu_packed`."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.activation.gelu`."""
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+class Turn:
+    """`kernels.rope.apply_rope`; keeps what it made of the tables of its last call: the layers of a step share them."""
+
+    def __init__(self) -> None:
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._whole: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [s, b, heads, d] turned by tables [s, b, r / 2], r <= d."""
+        if self._whole is None or self._tables is None or self._tables[0] is not cos or self._tables[1] is not sin:
+            self._tables = (cos, sin)
+            self._whole = torch.cat((cos, cos), -1).unsqueeze(2), torch.cat((-sin, sin), -1).unsqueeze(2)
+        cos, sin = self._whole
+        size = cos.shape[-1]
+        part = x if x.shape[-1] == size else x[..., :size]
+        part = part.to(cos.dtype)
+        out = (part * cos).addcmul_(part.roll(size // 2, -1), sin).to(x.dtype)
+        return out if x.shape[-1] == size else torch.cat((out, x[..., size:]), -1)
