@@ -46,6 +46,13 @@ setup(
         "matplotlib",
     ],
     # NVIDIA apex is not on PyPI (the package of that name there is another one): see README.md.
-    extras_require={"flash": ["flash-attn"], "s3": ["s3fs"], "gcs": ["gcsfs"], "test": TEST, "dev": DEV},
+    extras_require={
+        "flash": ["flash-attn"],
+        "s3": ["s3fs"],
+        "gcs": ["gcsfs"],
+        "eval": ["lm-eval"],
+        "test": TEST,
+        "dev": DEV,
+    },
     classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.tokenizer import Tokenizer
+from megalite.generate.pipe import first_of_last_stage, run_stage
 from megalite.generate.row import Completion, OnText, Row, Stop
 from megalite.generate.sampling import Sampling, choose
 from megalite.models.transformer import Transformer
@@ -57,12 +58,7 @@ class Generator:
         self.stage, self.mpu, self.device = stage, mpu, device
         self.context, self._prefill_chunk = context, prefill_chunk
         self.speed = Speed()
-        last_stage = {"pp": mpu.pp.size - 1}
-        self._chooser = next(
-            rank
-            for rank in range(mpu.world.size)
-            if all(place == last_stage.get(axis, 0) for axis, place in mpu.grid.coordinates(rank).items())
-        )
+        self._chooser = first_of_last_stage(mpu)
 
     def generate(
         self,
@@ -139,16 +135,8 @@ class Generator:
 
     def _step(self, tokens: Tensor, cache: Cache) -> Tensor | None:
         """Logits [b, vocab] of what follows tokens [n, b], on ranks of the last stage."""
-        pp, stage, batch = self.mpu.pp, self.stage, cache.batch(tokens)
-        x = None
-        if not pp.is_first:
-            x = torch.empty(stage.hidden_shape(batch), dtype=stage.hidden_dtype, device=self.device)
-            pp.receive(x, pp.rank - 1).wait()
-        x = stage.infer(x, batch, cache, last=True)
-        if pp.is_last:
-            return x[0]
-        pp.send(x.contiguous(), pp.rank + 1).wait()
-        return None
+        logits = run_stage(self.stage, self.mpu, cache.batch(tokens), cache, keep=_last_place)
+        return logits[0] if logits is not None else None
 
     def _choose(self, logits: Tensor | None, rows: Sequence[Row], sampling: Sampling) -> list[int]:
         """The next token of every row, on every rank."""
@@ -167,3 +155,8 @@ class Generator:
         for mask, row in zip(seen, rows, strict=True):
             mask[torch.tensor(row.tokens, device=mask.device)] = True
         return seen
+
+
+def _last_place(hidden: Tensor) -> Tensor:
+    """[1, b, h]."""
+    return hidden[-1:]

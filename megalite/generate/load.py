@@ -118,12 +118,16 @@ def inference_layout(parallel: ParallelConfig, num_ranks: int) -> ParallelConfig
     """`parallel` without what only training has; LoadError where `num_ranks` is not what inference of it takes."""
     if parallel.cp > 1:
         raise LoadError(f"cp={parallel.cp}: a context-parallel model generates nothing; cut it over tp, pp and ep")
+    if parallel.data_parallel_size(num_ranks) > 1 and parallel.ep * parallel.etp == 1:
+        raise LoadError(
+            f"{num_ranks} ranks of tp={parallel.tp} and pp={parallel.pp} are {num_ranks // parallel.tp // parallel.pp}"
+            f" copies of the model, which would all say the same: start {parallel.tp * parallel.pp}, without dp"
+        )
     kept = ParallelConfig(
         tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp, order=parallel.order,
         layers_per_stage=parallel.layers_per_stage, cut_expert_tokens=parallel.cut_expert_tokens,
         expert_dispatch=parallel.expert_dispatch, expert_node_size=parallel.expert_node_size,
     )  # fmt: skip
-    kept.grid(num_ranks)  # a ValueError that names the numbers
     return kept
 
 

@@ -5,7 +5,7 @@ A new architecture is a small file that subclasses `TransformerLayer` and `Trans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -299,11 +299,18 @@ class Transformer(nn.Module):
         assert self.stage.num_stages == 1, "logits need the whole model in one stage"
         return self.infer(None, batch)
 
-    def infer(self, x: Tensor | None, batch: MicroBatch, cache: Cache | None = None, *, last: bool = False) -> Tensor:
+    def infer(
+        self,
+        x: Tensor | None,
+        batch: MicroBatch,
+        cache: Cache | None = None,
+        *,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Hidden states in and out as in forward; the last stage returns logits [s, b, vocab], whole on every tp rank.
 
-        cache: of the tokens before these, to which it adds them (`batch` is one that it made). last: logits [1, b,
-        vocab] of the last token alone.
+        cache: of the tokens before these, to which it adds them (`batch` is one that it made). keep: picks the places
+        whose logits are wanted from hidden states [s, b, h], for fewer logits (not under sequence parallelism).
         """
         context = self._context(batch, cache)
         hidden = self._embed(context) if x is None else x
@@ -313,11 +320,10 @@ class Transformer(nn.Module):
             cache.advance(batch.seq_len)
         if not self.stage.is_last or self.head is None:
             return hidden
-        assert not (last and self.sequence_parallel), (
-            "the last token is on one tp rank alone under sequence parallelism"
-        )
-        hidden = self._enter_head(hidden[-1:] if last else hidden)
-        return gather_from(self.head(hidden), self.mpu.tp, -1, self.config.vocab_size)
+        if keep is not None:
+            assert not self.sequence_parallel, "sequence parallelism has cut the places that are to be kept"
+            hidden = keep(hidden)
+        return gather_from(self.head(self._enter_head(hidden)), self.mpu.tp, -1, self.config.vocab_size)
 
     def _context(self, batch: MicroBatch, cache: Cache | None = None) -> Context:
         rows = pad_rows(batch, self._row_multiple)

@@ -1,27 +1,28 @@
-"""Every layout says the same: a checkpoint of one rank, loaded and continued on several."""
+"""Every layout says the same, and finds texts as likely: a checkpoint of one rank, loaded on several."""
 
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint import store
-from megalite.config import Config, save_config
+from megalite.config import Config
 from megalite.data.config import DataConfig
 from megalite.data.tokenizer import ByteTokenizer
 from megalite.generate.generator import Generator
 from megalite.generate.load import find_source, inference_layout, load_stage
+from megalite.generate.perplexity import Document, Perplexity, evaluate, evaluation_layout
 from megalite.generate.row import Completion, Stop
 from megalite.generate.sampling import Sampling
+from megalite.generate.score import Score, score
+from megalite.generate.windows import windows
 from megalite.layout import parse_layout
-from megalite.models.transformer import StageSpec
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
-from megalite.parallel.shard import buffer_tensors, shard_of
 from megalite.testing.world import World
-from megalite.train.build import build_stage
 from megalite.train.config import TrainConfig
+from tests.generate.runs import write_run
 
 LLAMA = ModelConfig(
     num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=24, vocab_size=257, init_std=0.3,
@@ -43,17 +44,11 @@ FULL = {("llama", "tp4"), ("llama", "pp4"), ("experts", "pp2+ep2"), ("experts", 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder of each model, with random weights in float64."""
+    folder = tmp_path_factory.mktemp("generation")
     for name, model in MODELS.items():
-        path, mpu = tmp_path_factory.getbasetemp() / "generation" / name, ParallelState.single()
         config = Config(model=model, data=DataConfig(tokenizer="byte", seq_len=20), train=TrainConfig(precision="fp64"))
-        save_config(config, path / "config.yaml")
-        stage = build_stage(config, mpu, StageSpec(0, 1, range(4)), torch.device("cpu"))
-        for buffer_name, buffer in stage.named_buffers():
-            if buffer_name.endswith("expert_bias"):
-                buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
-        weights = [(shard_of(p), p.data) for p in stage.parameters()]
-        store.save(path, 3, {"parameter": weights} | buffer_tensors(stage), {}, mpu)
-    return tmp_path_factory.getbasetemp() / "generation"
+        write_run(folder / name, config)
+    return folder
 
 
 def say(mpu: ParallelState, run: str) -> list[Completion]:
@@ -86,3 +81,58 @@ def test_every_layout_says_the_same(
     for rank in world.run(say, str(runs / model), layout=parallel, ranks=asked.num_ranks):
         assert rank == alone[model]
     assert sum(len(row.tokens) for row in alone[model]) > 15
+
+
+TEXTS = ("A text of one window", "é" * 37, "and one more, of a few windows of twenty tokens: as long as this is.", "!")
+
+
+def documents() -> list[Document]:
+    """Documents of one and of several windows."""
+    tokenizer = ByteTokenizer()
+    ids = [np.array([tokenizer.eod, *tokenizer.encode(text)]) for text in TEXTS]
+    return [Document(tokens, len(text.encode())) for tokens, text in zip(ids, TEXTS, strict=True)]
+
+
+def predict(mpu: ParallelState, run: str) -> Perplexity:
+    """How well the run's model predicts the texts."""
+    source, device = find_source(run), torch.device("cpu")
+    stage = load_stage(source, mpu, device).stage
+    return evaluate(documents(), stage, mpu, device, context=source.context, stride=8, batch_size=2)
+
+
+def score_texts(mpu: ParallelState, run: str) -> list[Score]:
+    """How likely it finds each window of them."""
+    source, device = find_source(run), torch.device("cpu")
+    stage = load_stage(source, mpu, device).stage
+    rows = [window for document in documents() for window in windows(document.tokens, source.context, 8)]
+    return score(rows, stage, mpu, device, batch_size=3)
+
+
+EVALUATED = [
+    ("llama", "tp2+sp+pp2"), ("llama", "cp2"), ("llama", "pp2+dp2"), ("experts", "ep2"), ("experts", "tp2+sp+cp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [pytest.param(*row, marks=pytest.mark.full) if row[1] in ("pp2+dp2", "tp2+sp+cp2") else row for row in EVALUATED],
+)
+def test_every_layout_predicts_as_well(model: str, layout: str, runs: Path, world: World) -> None:
+    run, asked = str(runs / model), parse_layout(layout)
+    alone = predict(ParallelState.single(), run)
+    parallel = evaluation_layout(asked.parallel)
+    for rank in world.run(predict, run, layout=parallel, ranks=asked.num_ranks):
+        assert rank.nats == pytest.approx(alone.nats, rel=1e-12)
+        assert (rank.tokens, rank.bytes) == (alone.tokens, alone.bytes) == (163, 163)
+
+
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2+pp2"), ("experts", "ep2")])
+def test_every_layout_finds_windows_as_likely(model: str, layout: str, runs: Path, world: World) -> None:
+    run, asked = str(runs / model), parse_layout(layout)
+    alone = score_texts(ParallelState.single(), run)
+    total = predict(ParallelState.single(), run).nats
+    assert -sum(found.log_prob for found in alone) == pytest.approx(total, rel=1e-12)
+    parallel = inference_layout(asked.parallel, asked.num_ranks)
+    for rank in world.run(score_texts, run, layout=parallel, ranks=asked.num_ranks):
+        assert [found.is_greedy for found in rank] == [found.is_greedy for found in alone]
+        assert [found.log_prob for found in rank] == pytest.approx([found.log_prob for found in alone], rel=1e-11)

@@ -127,7 +127,7 @@ def test_a_window_bounds_the_memory() -> None:
 def test_the_last_logits_alone() -> None:
     model, tokens = build(BASE), random_tokens(6, 2)
     cache = Cache(torch.zeros(2, dtype=torch.int64), capacity=6)
-    last = model.infer(None, cache.batch(tokens), cache, last=True)
+    last = model.infer(None, cache.batch(tokens), cache, keep=lambda hidden: hidden[-1:])
     torch.testing.assert_close(last, model.logits(whole_rows(tokens))[-1:], rtol=0, atol=1e-12)
 
 

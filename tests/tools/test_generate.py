@@ -132,7 +132,10 @@ def test_the_command_says_what_is_wrong(
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "message"),
-    [("cp2", 2, "cp=2: a context-parallel model generates nothing"), ("tp2+dp2", 4, "leave out dp")],
+    [
+        ("cp2", 2, "cp=2: a context-parallel model generates nothing"),
+        ("tp2+dp2", 4, "2 copies of the model, which would all say the same: start 2, without dp"),
+    ],
 )
 def test_layouts_that_generate_nothing_are_refused(layout: str, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
