@@ -149,7 +149,7 @@ def test_losses_and_gradients_are_those_of_loops_over_tokens(documents: bool) ->
 
     loss = stage(None, batch)
     loss.backward(torch.tensor(1.0 / len(losses[0]), dtype=torch.float64))
-    assert float(loss.detach() / len(losses[0])) == pytest.approx(float(main), rel=1e-13), "the next token alone is shown"
+    assert float(loss.detach() / len(losses[0])) == pytest.approx(float(main), rel=1e-13), "the next token's is shown"
     means = [float(total) / len(of_depth) for total, of_depth in zip(stage.losses_ahead[0], losses[1:], strict=True)]
     assert means == pytest.approx([float(mean) for mean in further], rel=1e-13)
     for name, parameter in stage.named_parameters():
