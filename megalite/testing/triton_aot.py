@@ -261,7 +261,8 @@ def _read_hip(kernel: Any) -> dict[str, Any]:
     return dict(
         registers=_number(r"\.vgpr_count:\s+(\d+)", code),
         stack_bytes=_number(r"\.private_segment_fixed_size:\s+(\d+)", code),
-        spill_stores=_number(r"\.vgpr_spill_count:\s+(\d+)", code) + _number(r"\.sgpr_spill_count:\s+(\d+)", code),
+        # The code's own counts of spills include scalars that lie in lanes of vector registers, which no memory sees.
+        spill_stores=_starting(operations, "scratch_store"),
         spill_loads=_starting(operations, "scratch_load"),
         blocks_per_sm=None,
         mma="mfma" if _starting(operations, "v_mfma") else "",
