@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_mask, product
+from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_mask, product, same_width
 from .dropout import feature_hash
 from .rope import apply_rope
 from .saved import Saved, size_of
@@ -74,19 +74,28 @@ def packed_attention(
 
 
 def attention_saved(
-    tokens: int, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, remade: bool, dropout: bool
+    tokens: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    remade: bool,
+    dropout: bool,
+    value_dim: int | None = None,
 ) -> Saved:
     """What attention of any backend keeps of q, k and v, side by side in one tensor of as many tokens.
 
     remade: q and k are tensors of their own by the time they are kept (turned or normed before). Packed or not, v is a
     view of what enters, which keeps all of it. Beside these there are the output and the log-sum-exp, and out of
-    autograd's sight what dropout hashes.
+    autograd's sight what dropout hashes. value_dim: the width of values, where it is not head_dim.
     """
-    per_head = tokens * head_dim * dtype.itemsize
+    value_dim = value_dim if value_dim is not None else head_dim
+    turned, values = size_of((tokens, num_heads + num_kv_heads, head_dim), dtype), tokens * value_dim * dtype.itemsize
     return Saved(
-        input=(num_heads + 2 * num_kv_heads) * per_head,
-        own=(num_heads + num_kv_heads) * per_head * remade + size_of((tokens, num_heads), wide_type(dtype)),
-        output=num_heads * per_head,
+        input=turned + num_kv_heads * values,
+        own=turned * remade + size_of((tokens, num_heads), wide_type(dtype)),
+        output=num_heads * values,
         held=(8 + 8 * tokens) * dropout,
     )
 
@@ -276,10 +285,11 @@ def _active(dropout: AttentionDropout | None) -> AttentionDropout | None:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    value_size = v.shape[-1]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in same_width(q, k, v))  # flash kernels take no others
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return out.permute(2, 0, 1, 3)
+    return out.permute(2, 0, 1, 3)[..., :value_size]
 
 
 def _future(size: int, like: Tensor) -> Tensor:

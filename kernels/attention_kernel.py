@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .attention_mask import AttentionMask
-from .attention_rows import AttentionDropout
+from .attention_rows import AttentionDropout, same_width
 from .masked_attention import add_sinks_, masked_backward, masked_forward, sinks_grad, weight
 
 
@@ -25,6 +25,11 @@ class AttentionKernel(ABC):
     def name(self) -> str:
         """What the log calls it."""
         return type(self).__name__
+
+    @property
+    def takes_any_widths(self) -> bool:
+        """Whether values may be narrower or wider than keys."""
+        return True
 
     @abstractmethod
     def forward(
@@ -114,6 +119,44 @@ class BlockKernel(AttentionKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `masked_backward`."""
         return masked_backward(dout, q, k, v, lse, delta, mask, scale=self.scale, softcap=self.softcap, dropout=dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameWidthKernel(AttentionKernel):
+    """A backend for keys and values of one width on those of two (latent attention): zeros fill the narrower."""
+
+    inner: AttentionKernel
+    """Which backend."""
+
+    @property
+    def name(self) -> str:
+        """That of the backend."""
+        return self.inner.name
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionKernel.forward`."""
+        wide_q, wide_k, wide_v = same_width(q, k, v)
+        out, lse = self.inner.forward(wide_q, wide_k, wide_v, mask, dropout)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: AttentionMask,
+        dropout: AttentionDropout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionKernel.backward`."""
+        wide_q, wide_k, wide_v, wide_dout, wide_out = same_width(q, k, v, dout, out)
+        dq, dk, dv = self.inner.backward(wide_dout, wide_q, wide_k, wide_v, wide_out, lse, delta, mask, dropout)
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
 
 def attend(

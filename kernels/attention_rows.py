@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import keep_threshold, mix_, row_hash
@@ -78,6 +79,15 @@ def chunks(q: Tensor, k: Tensor, rows: slice, scores: int) -> Iterator[Chunk]:
             yield Chunk(
                 slice(row, min(row + num_rows, rows.stop)), slice(head, min(head + num_heads, kv_heads)), kv_heads
             )
+
+
+def same_width(*tensors: Tensor) -> list[Tensor]:
+    """All with as many features as the widest, the others with zeros behind theirs: scores and outputs do not see it.
+
+    Gradients, and features of outputs, beyond a tensor's own are to be dropped.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

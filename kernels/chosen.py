@@ -12,7 +12,7 @@ from torch import Tensor
 from .activation import gelu, swiglu_packed
 from .adamw import fused_adamw_
 from .attention import CausalBackend
-from .attention_kernel import AttentionKernel
+from .attention_kernel import AttentionKernel, SameWidthKernel
 from .clamped_swiglu import weighted_clamped_swiglu, weighted_clamped_swiglu_backward
 from .config import KernelConfig
 from .cross_entropy import ce_grad_, ce_stats
@@ -85,7 +85,9 @@ class Kernels:
     def attention(self, traits: Traits, scale: float) -> AttentionKernel:
         """What attends to a block of keys with the factor `scale` on q k^T; ValueError as in `resolve`."""
         make = resolve("attention", self.config.attention, traits).fn
-        return make(scale=scale, softcap=traits.softcap) if traits.softcap else make(scale=scale)
+        kernel = make(scale=scale, softcap=traits.softcap) if traits.softcap else make(scale=scale)
+        differ = traits.value_size not in (0, traits.head_size)
+        return SameWidthKernel(inner=kernel) if differ and not kernel.takes_any_widths else kernel
 
     def attention_backend(self, traits: Traits) -> str:
         """The name of what computes causal attention in whole rows, for the log."""

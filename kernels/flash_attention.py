@@ -40,6 +40,11 @@ class TorchKernel(AttentionKernel):
         """As in `kernels.attention`."""
         return "cudnn" if self.cudnn else "sdpa"
 
+    @property
+    def takes_any_widths(self) -> bool:
+        """Flash kernels do not."""
+        return False
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None
     ) -> tuple[Tensor, Tensor]:
@@ -121,6 +126,11 @@ class FlashAttnKernel(AttentionKernel):
     def name(self) -> str:
         """As in `kernels.attention`."""
         return "flash_attn"
+
+    @property
+    def takes_any_widths(self) -> bool:
+        """It does not."""
+        return False
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None

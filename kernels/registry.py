@@ -50,7 +50,14 @@ class Traits:
     window: int = 0
     """Sliding window of attention."""
     head_size: int = 0
-    """Features of an attention head."""
+    """Features of a query or key head of attention."""
+    value_size: int = 0
+    """Features of a value head, where it is not head_size."""
+
+    @property
+    def widest_head(self) -> int:
+        """Features of the widest head."""
+        return max(self.head_size, self.value_size)
 
     @property
     def on_gpu(self) -> bool:
@@ -279,15 +286,15 @@ def _no_window(traits: Traits) -> str | None:
 
 
 def _triton_heads(traits: Traits) -> str | None:
-    if traits.head_size <= _TRITON_HEAD:
+    if traits.widest_head <= _TRITON_HEAD:
         return None
-    return f"has no room for heads of {traits.head_size} features, only for {_TRITON_HEAD}"
+    return f"has no room for heads of {traits.widest_head} features, only for {_TRITON_HEAD}"
 
 
 def _flash_attn_heads(traits: Traits) -> str | None:
-    if traits.head_size % 8 == 0 and traits.head_size <= _FLASH_ATTN_HEAD:
+    if traits.widest_head % 8 == 0 and traits.widest_head <= _FLASH_ATTN_HEAD:
         return None
-    return f"takes heads of 8, 16, 24 up to {_FLASH_ATTN_HEAD} features, not of {traits.head_size}"
+    return f"takes heads of 8, 16, 24 up to {_FLASH_ATTN_HEAD} features, not of {traits.widest_head}"
 
 
 def _has_flash_attn(traits: Traits) -> str | None:

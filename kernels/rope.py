@@ -48,6 +48,11 @@ class RopeScaling:
             return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
         return self._growth(1.0)
 
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek multiplies attention scores by, on features that are turned and on others (yarn only)."""
+        return self._growth(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
+
     def _growth(self, mscale: float) -> float:
         return 1.0 + 0.1 * mscale * math.log(self.factor) if self.factor > 1.0 else 1.0
 

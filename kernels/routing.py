@@ -11,18 +11,25 @@ from torch import Tensor
 
 
 def choose_experts(
-    scores: Tensor, k: int, bias: Tensor | None = None, *, num_groups: int = 1, top_groups: int = 1
+    scores: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_top_k: int = 0,
 ) -> Tensor:
     """bool, shaped as scores [..., num_experts]: the k experts of each token with the largest scores + bias.
 
     Of equal ones the first; NaN counts as the largest of all. With num_groups > 1 only from the `top_groups` groups of
-    neighbouring experts that have the largest sums of their k / top_groups best (DeepSeek-V3, arXiv:2412.19437).
+    neighbouring experts that have the largest sums of their `group_top_k` best, by default k / top_groups (DeepSeek-V3,
+    arXiv:2412.19437).
     """
     if bias is not None:
         scores = scores + bias
     if num_groups > 1:
         grouped = scores.unflatten(-1, (num_groups, -1))
-        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : k // top_groups]
+        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : group_top_k or k // top_groups]
         groups = _top_k(best.sum(-1), top_groups)
         scores = grouped.masked_fill(~groups[..., None], -math.inf).flatten(-2)
     return _top_k(scores, k)

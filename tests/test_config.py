@@ -18,6 +18,7 @@ from megalite.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 Fields = dict[str, Any]
+LATENT: Fields = {"name": "deepseek", "kv_lora_rank": 9, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
@@ -406,6 +407,13 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         ({"model": {"num_layers": 0}}, 1, "model.num_layers=0 must be at least 1"),
         ({"model": {"hidden_dropout": 1.0}}, 1, "must be in [0, 1)"),
         ({"model": {"head_dim": 5}}, 1, "must be even"),
+        ({"model": {"kv_lora_rank": 5}}, 1, "model.kv_lora_rank=5: llama has no latent attention; leave it out"),
+        ({"model": {"name": "deepseek"}}, 1, "model.v_head_dim=0 must be at least 1: deepseek has latent attention"),
+        ({"model": {**LATENT, "num_kv_heads": 4}}, 1, "model.num_kv_heads=4: each of num_heads=8 makes its own keys"),
+        ({"model": {**LATENT, "head_dim": 64}}, 1, "a head is qk_nope_head_dim + qk_rope_head_dim = 12 wide; leave"),
+        ({"model": {**LATENT, "rope_percent": 0.5}}, 1, "qk_rope_head_dim says what is turned; leave it out"),
+        ({"model": {**LATENT, "qk_rope_head_dim": 3}}, 1, "model.qk_rope_head_dim=3 must be even"),
+        ({"model": {**LATENT, "q_lora_rank": -1}}, 1, "model.q_lora_rank=-1 must be at least 1, or 0 for queries"),
         ({"model": {"max_positions": 0}}, 1, "model.max_positions=0 must be at least 1"),
         ({"model": {"z_loss": -1e-4}}, 1, "model.z_loss=-0.0001 must be finite and at least 0"),
         ({"model": {"z_loss": math.nan}}, 1, "model.z_loss=nan must be finite"),

@@ -36,6 +36,7 @@ def moe(model: Fields | None = None, parallel: Fields | None = None) -> Any:
         ({"top_k": 8}, {}, 1),
         ({"num_experts": 1, "top_k": 1, "router_normalize": False}, {}, 1),
         ({"num_expert_groups": 4, "top_k_groups": 2}, {}, 1),
+        ({"num_expert_groups": 4, "top_k_groups": 3, "top_k": 4, "group_top_k": 1}, {}, 1),
         ({"moe_layers": "0,7"}, {}, 1),
         ({"moe_layers": "every:8"}, {}, 1),
         ({"moe_layers": "from:7"}, {}, 1),
@@ -88,6 +89,8 @@ def test_sound_ones_pass(model: Fields, parallel: Fields, world_size: int) -> No
         ({"top_k_groups": 2}, "model.top_k_groups=2 is more than num_expert_groups=1"),
         ({"num_expert_groups": 4, "top_k_groups": 3, "top_k": 4}, "model.top_k=4 is not divisible by top_k_groups=3"),
         ({"num_expert_groups": 4, "top_k_groups": 3, "top_k": 4}, "top_k_groups can be 1, 2, 4"),
+        ({"num_expert_groups": 4, "group_top_k": 3}, "model.group_top_k=3 must be 1 to 2, the experts of a group"),
+        ({"group_top_k": 1}, "model.group_top_k=1 needs num_expert_groups above 1; leave it out"),
         (
             {"num_expert_groups": 4, "top_k": 3},
             "is more than the 2 experts of top_k_groups=1 groups; use top_k_groups >= 2",

@@ -15,12 +15,19 @@ from .rows import accumulator, rows_of
 
 
 def choose_experts(
-    scores: Tensor, k: int, bias: Tensor | None = None, *, num_groups: int = 1, top_groups: int = 1
+    scores: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_top_k: int = 0,
 ) -> Tensor:
     """bool, shaped as scores [..., num_experts]: the k experts of each token with the largest scores + bias.
 
     Of equal ones the first; NaN counts as the largest of all. With num_groups > 1 only from the `top_groups` groups of
-    neighbouring experts that have the largest sums of their k / top_groups best (DeepSeek-V3, arXiv:2412.19437).
+    neighbouring experts that have the largest sums of their `group_top_k` best, by default k / top_groups (DeepSeek-V3,
+    arXiv:2412.19437).
     """
     num_experts = scores.shape[-1]
     assert k <= num_experts and num_experts % num_groups == 0
@@ -31,7 +38,7 @@ def choose_experts(
     row = launch_row("choose_experts", scores.dtype, groups * members)
     launch(
         _choose_kernel, (triton.cdiv(flat.shape[0], row["ROWS"]),), row, flat, flat if bias is None else bias, chosen,
-        flat.shape[0], num_experts, num_groups, size, k, top_groups, k // top_groups, flat.stride(0),
+        flat.shape[0], num_experts, num_groups, size, k, top_groups, group_top_k or k // top_groups, flat.stride(0),
         BIAS=bias is not None, GROUPS=groups, MEMBERS=members,
     )  # fmt: skip
     return chosen.view(torch.bool).view(scores.shape)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.config.check_latent import latent_problems
 from megalite.config.check_moe import divisors, moe_layers, moe_problems
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
@@ -132,10 +133,11 @@ def _model_problems(model: ModelConfig) -> list[str]:
             "max_positions",
         )
     }
-    found = [f"model.{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+    found = latent_problems(model)
+    found += [f"model.{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
     if found:
         return found
-    if model.head_dim is None and model.hidden_size % model.num_heads:
+    if model.head_dim is None and not model.is_latent and model.hidden_size % model.num_heads:
         found.append(
             f"model.hidden_size={model.hidden_size} is not divisible by num_heads={model.num_heads};"
             f" {_nearest(model.hidden_size, model.num_heads, 'hidden_size')}, or set head_dim"
@@ -345,6 +347,7 @@ def _kernel_problems(config: Config) -> list[str]:
         softcap=model.attention_softcap,
         window=max(window, 0),
         head_size=model.head_size,
+        value_size=model.value_size,
     )
     return config_problems(config.kernels, traits, experts=bool(model.num_experts))
 

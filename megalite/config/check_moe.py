@@ -117,14 +117,21 @@ def _group_problems(model: ModelConfig) -> list[str]:
         )
     if kept > groups:
         found.append(f"model.top_k_groups={kept} is more than num_expert_groups={groups}; it can be 1 to {groups}")
+    if groups == 1 and model.group_top_k:
+        found.append(f"model.group_top_k={model.group_top_k} needs num_expert_groups above 1; leave it out")
     if found or groups == 1:
         return found
     if model.routing != "top_k":
         found.append(f"model.num_expert_groups={groups}: groups limit routing=top_k alone; use 1 with {model.routing}")
-    if top_k % kept:
+    if model.group_top_k and not 1 <= model.group_top_k <= experts // groups:
+        found.append(
+            f"model.group_top_k={model.group_top_k} must be 1 to {experts // groups}, the experts of a group, or 0 for"
+            " top_k / top_k_groups"
+        )
+    elif not model.group_top_k and top_k % kept:
         found.append(
             f"model.top_k={top_k} is not divisible by top_k_groups={kept}: a group is judged by its best"
-            f" top_k / top_k_groups experts; top_k_groups can be {divisors(top_k, groups)}"
+            f" top_k / top_k_groups experts; top_k_groups can be {divisors(top_k, groups)}, or set group_top_k"
         )
     if top_k > kept * experts // groups:
         found.append(

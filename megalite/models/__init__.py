@@ -3,6 +3,7 @@
 `FAMILIES` has those of Hugging Face, by `model_type`; several may be one architecture here.
 """
 
+from megalite.models.deepseek import DeepSeek
 from megalite.models.gpt2 import GPT2, GPT2_FAMILY
 from megalite.models.gpt_oss import GptOss
 from megalite.models.hf.family import Family
@@ -19,6 +20,7 @@ MODELS: dict[str, type[Transformer]] = {
     "lfm2": LFM2,
     "gpt_oss": GptOss,
     "qwen2_moe": Qwen2Moe,
+    "deepseek": DeepSeek,
 }
 FAMILIES: dict[str, Family] = {
     family.model_type: family

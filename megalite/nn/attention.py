@@ -62,34 +62,39 @@ class ParallelAttention(nn.Module):
         wrong = head_problems(config.num_heads, config.kv_heads, mpu.tp.size)
         if wrong := wrong or self.across.problems(config.num_heads // mpu.tp.size):
             raise ValueError("\n".join(wrong))
-        self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
+        self.layer, self.dropout = layer, config.attention_dropout
+        self.head_size, self.value_size = config.head_size, config.value_size
         self.scale, self.softcap, self.window = config.score_scale, config.attention_softcap, config.window_of(layer)
         self.sinks = HeadSinks(config, mpu) if config.attention_sinks else None
         self.is_plain = not (self.softcap or config.attention_sinks)
         if wrong := problems("attention", self.kernels.config.attention, self.traits(dropout=self.dropout)):
             raise ValueError("\n".join(wrong))
         self.first_head = mpu.tp.rank * config.num_heads // mpu.tp.size
-        sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
+        self.sequence_parallel = mpu.config.sequence_parallel and mpu.tp.size > 1
+        self._make_inputs(config, mpu)
+        self.proj = RowParallelLinear(
+            config.num_heads * config.value_size,
+            config.hidden_size,
+            axis=mpu.tp,
+            bias=self.output_bias,
+            sequence_parallel=self.sequence_parallel,
+            skip_bias_add=True,
+            init_std=output_std(config),
+            unit=config.value_size,
+        )
+
+    def _make_inputs(self, config: ModelConfig, mpu: ParallelState) -> None:
+        """The linears before attention."""
         kv = OutputPart(config.kv_heads, config.head_size, _kv_replicas(mpu, config.kv_heads))
         self.qkv = FusedColumnParallelLinear(
             config.hidden_size,
             {"q": OutputPart(config.num_heads, config.head_size), "k": kv, "v": kv},
             axis=mpu.tp,
             bias=self.bias,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=self.sequence_parallel,
             init_std=config.init_std,
         )
         self.num_kv_heads = self.qkv.sizes[1] // config.head_size
-        self.proj = RowParallelLinear(
-            config.num_heads * config.head_size,
-            config.hidden_size,
-            axis=mpu.tp,
-            bias=self.output_bias,
-            sequence_parallel=sequence_parallel,
-            skip_bias_add=True,
-            init_std=output_std(config),
-            unit=config.head_size,
-        )
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Returns the output and the bias still to be added."""
@@ -97,20 +102,27 @@ class ParallelAttention(nn.Module):
 
     def _attend(self, qkv: Tensor, context: Context) -> Tensor:
         """[s, b, (heads + 2 kv_heads) * d] -> [s, b, heads * d]."""
-        p = self.dropout if context.training else 0.0
-        dropout = None
-        if p > 0.0:
-            key = dropout_key(
-                context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), qkv.device
-            )
-            dropout = AttentionDropout(p=p, key=key, token_index=context.batch.token_index, head_offset=self.first_head)
-        whole = context.cut.axis.size == 1 and context.batch.documents is None and context.cache is None
-        if whole and (backend := self._causal_backend(qkv.device, p, context.batch.seq_len)) is not None:
+        dropout = self._dropout(context, qkv.device)
+        if (backend := self._whole_backend(context, qkv.device)) is not None:
             return self._mix(qkv, backend, dropout, context.rope)
         q, k, v = self.heads(qkv)
         if context.rope is not None:
             q, k = self.kernels.rope(q, *context.rope), self.kernels.rope(k, *context.rope)
         return self._attend_rows(q, k, v, dropout, context).flatten(2)
+
+    def _dropout(self, context: Context, device: torch.device) -> AttentionDropout | None:
+        if not (context.training and self.dropout > 0.0):
+            return None
+        key = dropout_key(context.seed, context.batch.step, layer_site(self.layer, Site.ATTENTION_PROBS), device)
+        return AttentionDropout(
+            p=self.dropout, key=key, token_index=context.batch.token_index, head_offset=self.first_head
+        )
+
+    def _whole_backend(self, context: Context, device: torch.device) -> CausalBackend | None:
+        """`_causal_backend` where rows are whole here, new, and one document each."""
+        if context.cut.axis.size > 1 or context.batch.documents is not None or context.cache is not None:
+            return None
+        return self._causal_backend(device, self.dropout if context.training else 0.0, context.batch.seq_len)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [s, b, heads, d], k and v [s, b, kv_heads, d], before rotary positions."""
@@ -122,7 +134,7 @@ class ParallelAttention(nn.Module):
         device, dtype = (like.device, like.dtype) if like is not None else (None, None)
         return Traits(
             device=device, dtype=dtype, dropout=dropout, softcap=self.softcap, window=self.window,
-            head_size=self.head_size,
+            head_size=self.head_size, value_size=self.value_size,
         )  # fmt: skip
 
     def kernel(self, like: Tensor, dropout: float) -> AttentionKernel:

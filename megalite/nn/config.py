@@ -45,6 +45,8 @@ class MoEConfig:
     """Groups of experts (nodes, for example) of which a token may use top_k_groups."""
     top_k_groups: int = 1
     """Groups that a token's experts may come from."""
+    group_top_k: int = 0
+    """Experts of a group whose scores add up to that of the group; 0: top_k / top_k_groups."""
     aux_loss: AuxLoss = "sequence"
     """Balancing loss over: each row of tokens, the global batch (with the fractions of the step before, or exact ones
     from a forward of their own), or a micro-batch (the one kind that depends on micro_batch_size)."""
@@ -77,7 +79,7 @@ class ModelConfig(MoEConfig):
     """A transformer's architecture and sizes."""
 
     name: str = "llama"
-    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2, gpt_oss, qwen2_moe)."""
+    """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2, gpt_oss, qwen2_moe, deepseek)."""
     num_layers: int = 8
     """Transformer layers."""
     hidden_size: int = 256
@@ -101,6 +103,16 @@ class ModelConfig(MoEConfig):
     """Attention scores x become c tanh(x / c) with this c (Gemma 2, arXiv:2408.00118); 0 leaves them."""
     attention_sinks: bool = False
     """A learned logit of each head for attending to nothing (gpt-oss, arXiv:2508.10925)."""
+    kv_lora_rank: int = 0
+    """Width of the latent that keys and values are made from (deepseek: multi-head latent attention)."""
+    q_lora_rank: int = 0
+    """Width of the latent that queries are made from; 0: they are made from the residual stream (deepseek)."""
+    qk_nope_head_dim: int = 0
+    """Features of a query and key head that positions do not turn (deepseek)."""
+    qk_rope_head_dim: int = 0
+    """Further ones that they turn; all heads share those of the key (deepseek)."""
+    v_head_dim: int = 0
+    """Width of a value head (deepseek)."""
     conv_kernel_size: int = 3
     """Positions that a short convolution sees, its own included (lfm2)."""
     ffn_hidden_size: int | None = None
@@ -117,6 +129,8 @@ class ModelConfig(MoEConfig):
     """Base of the rotary position frequencies."""
     rope_percent: float = 1.0
     """Share of a head's features that rotary positions turn, the first ones (partial_rotary_factor)."""
+    rope_interleaved: bool = False
+    """Turn features 2i and 2i + 1 together, not i and i + half (deepseek)."""
     rope_scaling: RopeKind = "none"
     """How rotary frequencies are changed for rows longer than a model was trained on, as in Hugging Face's configs:
     none, linear, ntk (their dynamic, for one fixed length), yarn or llama3."""
@@ -174,13 +188,25 @@ class ModelConfig(MoEConfig):
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Width of a query or key head."""
+        if self.is_latent:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def value_size(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.is_latent else self.head_size
 
     @property
     def rotary_dim(self) -> int:
         """Features of a head that rotary positions turn."""
-        return int(self.head_size * self.rope_percent)
+        return self.qk_rope_head_dim if self.is_latent else int(self.head_size * self.rope_percent)
 
     @property
     def rope(self) -> RopeScaling:
@@ -221,8 +247,10 @@ class ModelConfig(MoEConfig):
 
     @property
     def score_scale(self) -> float:
-        """Factor on attention scores."""
-        return self.attention_scale if self.attention_scale else self.head_size**-0.5
+        """Factor on attention scores; with latent attention, yarn's factor is here, not on cos and sin alone."""
+        if self.attention_scale:
+            return self.attention_scale
+        return self.head_size**-0.5 * (self.rope.score_factor if self.is_latent else 1.0)
 
     def window_of(self, layer: int) -> int:
         """The sliding window of global layer number `layer`; 0 for none."""
@@ -248,7 +276,8 @@ def rope_problems(model: ModelConfig) -> list[str]:
         return [*found, f"model.rope_percent={model.rope_percent} must be above 0, and at most 1 (all features)"]
     dim, kind = model.rotary_dim, model.rope_scaling
     if model.rope_percent == 1 and dim % 2:
-        found.append(f"model.head_dim={dim} must be even: rotary positions turn pairs of features")
+        name = "qk_rope_head_dim" if model.is_latent else "head_dim"
+        found.append(f"model.{name}={dim} must be even: rotary positions turn pairs of features")
     elif dim < 2 or dim % 2:
         found.append(
             f"model.rope_percent={model.rope_percent} of a head of {model.head_size} features is {dim};"

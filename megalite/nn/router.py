@@ -177,7 +177,11 @@ class Router(ShardedModule):
         config = self.config
         if config.routing == "top_k" or (config.routing == "sinkhorn" and not context.training):
             bias = self.expert_bias if config.expert_bias else None
-            groups = {"num_groups": config.num_expert_groups, "top_groups": config.top_k_groups}
+            groups = {
+                "num_groups": config.num_expert_groups,
+                "top_groups": config.top_k_groups,
+                "group_top_k": config.group_top_k,
+            }
             return self.kernels.choose_experts(scores, config.top_k, bias, **groups)
         mask = context.rows.token_mask
         if config.routing == "sinkhorn":

@@ -23,11 +23,12 @@ from megalite.parallel.tensor import (
 _INDEX = torch.int64.itemsize
 
 
-def column_saved(linear: FusedColumnParallelLinear, tokens: int, dtype: torch.dtype) -> Saved:
+def column_saved(linear: FusedColumnParallelLinear | ColumnParallelLinear, tokens: int, dtype: torch.dtype) -> Saved:
     """The input, as it was cut along the sequence; work that is put off keeps the gradient of the output, too."""
     in_features = next(linear.parameters()).shape[-1]
     x = size_of((tokens, in_features), dtype) // (linear.axis.size if linear.enter == "gather" else 1)
-    return Saved(input=x, work=x + size_of((tokens, sum(linear.sizes)), dtype))
+    out_features = linear.weight.shape[0] if isinstance(linear, ColumnParallelLinear) else sum(linear.sizes)
+    return Saved(input=x, work=x + size_of((tokens, out_features), dtype))
 
 
 def row_saved(linear: RowParallelLinear, tokens: int, dtype: torch.dtype) -> Saved:
@@ -65,18 +66,19 @@ def context_attention_saved(
     dtype: torch.dtype,
     remade: bool,
     dropout: bool,
+    value_dim: int | None = None,
 ) -> Saved:
     """Attention over a cut sequence: as on one rank; where heads are exchanged, the exchanged tensors instead."""
     ranks = across.inner.size
     if ranks == 1:
         return attention_saved(
             tokens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, remade=remade,
-            dropout=dropout,
+            dropout=dropout, value_dim=value_dim,
         )  # fmt: skip
     repeats = kv_repeats(num_heads, num_kv_heads, ranks)
     exchanged = attention_saved(
         tokens, num_heads=num_heads, num_kv_heads=num_kv_heads * repeats, head_dim=head_dim, dtype=dtype, remade=False,
-        dropout=dropout,
+        dropout=dropout, value_dim=value_dim,
     )  # fmt: skip
     return Saved(
         own=exchanged.input + exchanged.own + exchanged.output,

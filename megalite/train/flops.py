@@ -47,15 +47,29 @@ def end_matmul_parameters(model: ModelConfig) -> int:
 
 def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
     """The same for global layer number `layer`: what its products cost, up to a factor for all layers."""
-    operator = 2 * (model.num_heads + model.kv_heads) * model.head_size
-    if not model.is_attention_layer(layer):
-        operator = 4 * model.hidden_size  # three into a short convolution, one out of it
+    operator = model.hidden_size * 2 * (model.num_heads + model.kv_heads) * model.head_size
+    if model.is_latent:
+        operator = _latent_parameters(model)
+    elif not model.is_attention_layer(layer):
+        operator = 4 * model.hidden_size**2  # three into a short convolution, one out of it
     matrices = 2 if model.name == "gpt2" else 3  # a gated feed-forward has a third one
     if not model.is_moe_layer(layer):
-        return model.hidden_size * (operator + matrices * model.ffn_size)
+        return operator + model.hidden_size * matrices * model.ffn_size
     width = model.top_k * model.expert_ffn_size + model.shared_ffn_hidden_size
     router = model.num_experts + (1 if model.shared_expert_gate else 0)
-    return model.hidden_size * (operator + matrices * width + router)
+    return operator + model.hidden_size * (matrices * width + router)
+
+
+def _latent_parameters(model: ModelConfig) -> int:
+    """Weights of latent attention: to the latents and from there to heads, and the output projection."""
+    hidden, heads, rank = model.hidden_size, model.num_heads, model.q_lora_rank
+    queries = rank * (hidden + heads * model.head_size) if rank else hidden * heads * model.head_size
+    keys = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
+    return (
+        queries
+        + keys
+        + heads * (model.kv_lora_rank * (model.qk_nope_head_dim + model.value_size) + model.value_size * hidden)
+    )
 
 
 def windows(model: ModelConfig) -> tuple[int, ...]:
@@ -89,7 +103,8 @@ def _pairs(batch: MicroBatch, window: int) -> int:
 def attention_flops(model: ModelConfig, pairs: Mapping[int, int]) -> int:
     """Forward FLOPs of scores and weighted values over all attention layers; pairs: (query, key) pairs by window."""
     layers = (layer for layer in model.all_layers if model.is_attention_layer(layer))
-    return 4 * model.num_heads * model.head_size * sum(pairs[model.window_of(layer)] for layer in layers)
+    features = model.num_heads * (model.head_size + model.value_size)
+    return 2 * features * sum(pairs[model.window_of(layer)] for layer in layers)
 
 
 def batch_flops(model: ModelConfig, num_tokens: int, pairs: Mapping[int, int]) -> int:

@@ -30,14 +30,16 @@ def test_the_best_are_chosen_and_of_equal_ones_the_first(experts: int, k: int) -
             assert found.nonzero()[:, 0].tolist() == best(row, k)
 
 
-@pytest.mark.parametrize(("experts", "k", "num_groups", "top_groups"), [(32, 4, 4, 2), (24, 2, 6, 1), (12, 6, 3, 2)])
-def test_only_experts_of_the_best_groups(experts: int, k: int, num_groups: int, top_groups: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "k", "num_groups", "top_groups", "of_group"),
+    [(32, 4, 4, 2, 0), (24, 2, 6, 1, 0), (12, 6, 3, 2, 0), (12, 6, 3, 2, 1), (12, 3, 4, 2, 2)],
+)
+def test_only_experts_of_the_best_groups(experts: int, k: int, num_groups: int, top_groups: int, of_group: int) -> None:
     scores, size = with_ties(7, experts), experts // num_groups
-    for row, found in zip(
-        scores.tolist(), choose_experts(scores, k, num_groups=num_groups, top_groups=top_groups), strict=True
-    ):
+    chosen = choose_experts(scores, k, num_groups=num_groups, top_groups=top_groups, group_top_k=of_group)
+    for row, found in zip(scores.tolist(), chosen, strict=True):
         groups = [row[start : start + size] for start in range(0, experts, size)]
-        sums = [sum(sorted(group)[-(k // top_groups) :]) for group in groups]
+        sums = [sum(sorted(group)[-(of_group or k // top_groups) :]) for group in groups]
         kept = best(sums, top_groups)
         limited = [score if i // size in kept else -math.inf for i, score in enumerate(row)]
         assert found.nonzero()[:, 0].tolist() == best(limited, k)

@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from megalite.batch import MicroBatch
 from megalite.models import MODELS
@@ -52,12 +61,36 @@ COMMON: dict[str, str | Callable[[Tensors], Tensor]] = {
     "mlp.experts.fc1": "mlp.experts.gate_up_proj", "mlp.experts.fc2": "mlp.experts.down_proj",
 }  # fmt: skip
 
-SHARED: dict[str, str | Callable[[Tensors], Tensor]] = {
-    "mlp.shared.fc1.gate.weight": "mlp.shared_expert.gate_proj.weight",
-    "mlp.shared.fc1.up.weight": "mlp.shared_expert.up_proj.weight",
-    "mlp.shared.fc2.weight": "mlp.shared_expert.down_proj.weight",
-    "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
-}
+
+def _shared(name: str) -> dict[str, str | Callable[[Tensors], Tensor]]:
+    parts = {"fc1.gate": "gate_proj", "fc1.up": "up_proj", "fc2": "down_proj"}
+    return {f"mlp.shared.{ours}.weight": f"mlp.{name}.{theirs}.weight" for ours, theirs in parts.items()}
+
+
+LATENT = {
+    f"attention.{ours}.weight": f"self_attn.{theirs}.weight"
+    for ours, theirs in {
+        "q": "q_proj", "down.q": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj",
+        "down.kv": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj",
+    }.items()
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "name": "deepseek", "num_layers": 3, "hidden_size": 21, "num_heads": 3, "ffn_hidden_size": 22, "vocab_size": V,
+    "kv_lora_rank": 7, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 12, "top_k": 3,
+    "num_expert_groups": 4, "top_k_groups": 2, "moe_layers": "from:1", "expert_ffn_hidden_size": 14,
+    "shared_ffn_hidden_size": 28, "aux_loss": "none", "norm_eps": 1e-4,
+}  # fmt: skip
+DEEPSEEK_HF: dict[str, Any] = {
+    "num_hidden_layers": 3, "hidden_size": 21, "num_attention_heads": 3, "num_key_value_heads": 3,
+    "intermediate_size": 22, "kv_lora_rank": 7, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 14, "n_shared_experts": 2, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+EVEN: dict[str, Any] = {"kv_lora_rank": 6, "qk_nope_head_dim": 8}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16, "mscale": 0.9,
+    "mscale_all_dim": 0.6,
+}  # fmt: skip
 
 FAMILIES = {
     "gpt-oss": Family(
@@ -105,7 +138,43 @@ FAMILIES = {
                 max_window_layers=3, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **EAGER,
             )
         ),
-        names=SHARED,
+        names=_shared("shared_expert") | {"mlp.shared_gate.weight": "mlp.shared_expert_gate.weight"},
+    ),
+    "deepseek-v2": Family(  # a group is as good as its best expert; their complex numbers need even widths
+        ours=ModelConfig(
+            **DEEPSEEK | EVEN, q_lora_rank=8, rope_interleaved=True, router_normalize=False, group_top_k=1,
+            router_scale=1.5,
+        ),
+        theirs=lambda: DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                q_lora_rank=8, topk_method="group_limited_greedy", routed_scaling_factor=1.5, **DEEPSEEK_HF | EVEN,
+                **EAGER,
+            )
+        ),
+        names=_shared("shared_experts") | LATENT,
+    ),
+    "deepseek-v3": Family(  # as the sum of its best two, bias included
+        ours=ModelConfig(
+            **DEEPSEEK, q_lora_rank=8, rope_interleaved=True, group_top_k=2, router_score="sigmoid", expert_bias=True,
+            router_scale=2.5, rope_scaling="yarn", rope_factor=40.0, rope_original_positions=16, rope_mscale=0.9,
+            rope_mscale_all_dim=0.6,
+        ),
+        theirs=lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(q_lora_rank=8, rope_parameters=YARN, num_mtp_layers=0, **DEEPSEEK_HF, **EAGER)
+        ),
+        names=_shared("shared_experts") | LATENT,
+    ),
+    "deepseek-v3-direct": Family(  # queries without a latent, features turned half a head apart, plain weights
+        ours=ModelConfig(
+            **DEEPSEEK, group_top_k=2, router_score="sigmoid", expert_bias=True, router_normalize=False
+        ),
+        theirs=lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                q_lora_rank=None, rope_interleave=False, norm_topk_prob=False, routed_scaling_factor=1.0,
+                num_mtp_layers=0, **DEEPSEEK_HF, **EAGER,
+            )
+        ),
+        names=_shared("shared_experts") | LATENT,
     ),
 }  # fmt: skip
 
@@ -128,6 +197,11 @@ def ours_like(family: Family, reference: nn.Module) -> Transformer:
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(theirs(family, name, tensors))
+        for layer in range(family.ours.num_layers):
+            if family.ours.expert_bias and family.ours.is_moe_layer(layer):
+                bias = torch.linspace(-0.5, 0.5, family.ours.num_experts, dtype=torch.float64).roll(5 * layer)
+                ours.get_buffer(f"layers.{layer}.mlp.router.expert_bias").copy_(bias)
+                reference.get_buffer(f"model.layers.{layer}.mlp.gate.e_score_correction_bias").copy_(bias)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in tensors.values())
     return ours
 

@@ -23,9 +23,22 @@ QWEN2_MOE = ModelConfig(
     moe_layers="from:1", num_experts=6, top_k=2, expert_ffn_hidden_size=14, router_normalize=False,
     shared_ffn_hidden_size=18, shared_expert_gate=True, aux_loss_coeff=0.05, tie_embeddings=True, init_std=0.2,
 )  # fmt: skip
-MODELS = {"gpt-oss": GPT_OSS, "qwen2-moe": QWEN2_MOE}
+DEEPSEEK = ModelConfig(
+    name="deepseek", num_layers=3, hidden_size=24, num_heads=4, ffn_hidden_size=32, vocab_size=VOCAB, kv_lora_rank=7,
+    q_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6, rope_interleaved=True, num_experts=8, top_k=3,
+    num_expert_groups=4, top_k_groups=2, group_top_k=2, moe_layers="from:1", expert_ffn_hidden_size=14,
+    router_score="sigmoid", router_scale=2.5, expert_bias=True, expert_bias_rate=0.05, shared_ffn_hidden_size=28,
+    aux_loss_coeff=0.05, init_std=0.2,
+)  # fmt: skip
+MODELS = {"gpt-oss": GPT_OSS, "qwen2-moe": QWEN2_MOE, "deepseek": DEEPSEEK}
 
-COVER = [("gpt-oss", "tp2+sp+ep2"), ("gpt-oss", "cp2+etp2"), ("qwen2-moe", "tp2+ep2")]
+COVER = [
+    ("gpt-oss", "tp2+sp+ep2"),
+    ("gpt-oss", "cp2+etp2"),
+    ("qwen2-moe", "tp2+ep2"),
+    ("deepseek", "tp2+sp+ep2"),
+    ("deepseek", "cp2+pp2:zb_h1"),
+]
 FULL = [
     ("gpt-oss", "tp2"),
     ("gpt-oss", "tp2+etp2+recompute:full"),
@@ -34,6 +47,10 @@ FULL = [
     ("qwen2-moe", "tp2+sp"),
     ("qwen2-moe", "cp2+ep2"),
     ("qwen2-moe", "pp2:zb_h1"),
+    ("deepseek", "tp2+etp2+recompute:full"),
+    ("deepseek", "tp4+sp+zero3"),
+    ("deepseek", "cp2:ulysses"),
+    ("deepseek", "cp2:all_gather+tp2"),
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 

@@ -34,6 +34,8 @@ def total(model: ModelConfig) -> int:
         ("lfm2_8b_a1b", 8_339_929_856),
         ("gpt_oss_20b", 20_914_757_184),
         ("qwen2_57b_a14b", 57_408_658_944),
+        ("deepseek_v2_lite", 15_706_484_224),
+        ("deepseek_v3", 671_026_404_352),
         ("llama3_8b", 8_030_261_248),
     ],
 )

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite.batch import MicroBatch
+from megalite.kernels.chosen import Kernels
+from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.saved import Saved
 from megalite.models import MODELS
 from megalite.models.transformer import Transformer
@@ -34,13 +36,19 @@ class Case:
     stash: bool = False
     sequence_chunk: int = 0
     documents: bool = False
+    attention: AttentionChoice = "auto"
 
 
 def built(mpu: ParallelState, case: Case) -> Transformer:
     """The whole model as one stage."""
     with torch.device("meta"):
         stage = MODELS[case.model.name](
-            case.model, mpu, recompute=case.recompute, recompute_stash=case.stash, sequence_chunk=case.sequence_chunk
+            case.model,
+            mpu,
+            kernels=Kernels(config=KernelConfig(attention=case.attention)),
+            recompute=case.recompute,
+            recompute_stash=case.stash,
+            sequence_chunk=case.sequence_chunk,
         )
     materialize(stage, CPU, case.dtype)
     initialize(stage, 1)

@@ -34,6 +34,18 @@ CONFIGS = {
     "lfm2-moe": replace(
         EXPERTS, name="lfm2", attention_layers="1", router_score="sigmoid", expert_bias=True, num_expert_groups=2
     ),
+    "gpt-oss": replace(EXPERTS, name="gpt_oss", attention_sinks=True, window=3, window_layers="but_every:2"),
+    "deepseek": replace(
+        EXPERTS,
+        name="deepseek",
+        num_kv_heads=None,
+        kv_lora_rank=9,
+        q_lora_rank=7,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        rope_interleaved=True,
+    ),
     "yarn": replace(BASE, rope_scaling="yarn", rope_factor=4.0, rope_original_positions=16),
 }
 

@@ -29,6 +29,11 @@ SMALL["gpt-oss"] = replace(
     SMALL["moe"], name="gpt_oss", attention_sinks=True, router_bias=True, shared_ffn_hidden_size=0,
     shared_expert_gate=False,
 )  # fmt: skip
+SMALL["deepseek"] = replace(
+    SMALL["moe-bias"], name="deepseek", num_kv_heads=None, kv_lora_rank=11, q_lora_rank=9, qk_nope_head_dim=5,
+    qk_rope_head_dim=4, v_head_dim=6, rope_interleaved=True,
+)  # fmt: skip
+SMALL["deepseek-direct"] = replace(SMALL["deepseek"], q_lora_rank=0, v_head_dim=13)
 EXACT = [name for name in SMALL if name not in ("moe-capacity", "moe-exact")]  # dropped choices depend on the data
 
 
@@ -37,7 +42,7 @@ def _rows(models: Sequence[str], telling: Sequence[str]) -> list[object]:
     return [name if name in telling else pytest.param(name, marks=pytest.mark.full) for name in models]
 
 
-@pytest.mark.parametrize("model", _rows(EXACT, ("llama", "gpt2", "moe", "sinks", "lfm2-moe")))
+@pytest.mark.parametrize("model", _rows(EXACT, ("llama", "gpt2", "moe", "sinks", "lfm2-moe", "deepseek")))
 def test_layers_keep_what_they_declare(model: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     cases = [
@@ -49,8 +54,15 @@ def test_layers_keep_what_they_declare(model: str) -> None:
         assert kept == declared, case
 
 
+def test_values_that_are_filled_up_are_kept_so() -> None:
+    for model in ("llama", "deepseek", "deepseek-direct"):
+        case = Case(model=SMALL[model], attention="sdpa", dtype=torch.bfloat16)
+        kept, declared = kept_by_layers(SINGLE, case)
+        assert kept == declared, model
+
+
 @pytest.mark.parametrize(
-    "model", _rows(("llama", "gpt2", "moe-gpt2", "moe-bias", "lfm2-moe", "qwen3"), ("gpt2", "moe-bias"))
+    "model", _rows(("llama", "gpt2", "moe-gpt2", "moe-bias", "lfm2-moe", "qwen3", "deepseek"), ("gpt2", "moe-bias"))
 )
 def test_so_it_is_under_recompute(model: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -76,7 +88,8 @@ def test_dropped_choices_keep_less(model: str) -> None:
     ("model", "layout"),
     [
         ("gpt2", "tp2+sp"), ("llama", "tp4"), ("qwen3", "cp2"), ("llama", "cp2:ulysses"), ("moe", "etp2+tp2"),
-        ("moe-gpt2", "tp2+sp+etp2"),
+        ("moe-gpt2", "tp2+sp+etp2"), ("deepseek", "tp2+sp"),
+        pytest.param("deepseek", "tp2+cp2:ulysses", marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_so_it_is_on_each_of_several_ranks(model: str, layout: str, world: World) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     Lfm2Config,
@@ -48,7 +50,21 @@ LFM2 = ModelConfig(
     name="lfm2", num_layers=4, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=100, vocab_size=131,
     attention_layers="1,2",
 )  # fmt: skip
-ALL = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "lfm2": LFM2}
+DEEPSEEK = ModelConfig(
+    name="deepseek", num_layers=3, hidden_size=48, num_heads=6, ffn_hidden_size=100, vocab_size=131, kv_lora_rank=14,
+    q_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, num_experts=6, top_k=3,
+    expert_ffn_hidden_size=20, shared_ffn_hidden_size=40, moe_layers="from:1",
+)  # fmt: skip
+DEEPSEEK_DIRECT = dataclasses.replace(DEEPSEEK, q_lora_rank=0)
+ALL = {
+    "deepseek": DEEPSEEK,
+    "deepseek-direct": DEEPSEEK_DIRECT,
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+    "qwen2-moe": QWEN2_MOE,
+    "lfm2": LFM2,
+}
 
 
 def peer(name: str) -> torch.nn.Module:
@@ -73,6 +89,15 @@ def peer(name: str) -> torch.nn.Module:
             Qwen2MoeConfig(
                 **sizes, **experts, num_experts=model.num_experts, moe_intermediate_size=model.expert_ffn_size,
                 shared_expert_intermediate_size=model.shared_ffn_hidden_size, mlp_only_layers=[1],
+            )
+        )  # fmt: skip
+    if model.is_latent:
+        del sizes["head_dim"]
+        return DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **sizes, **experts, kv_lora_rank=model.kv_lora_rank, q_lora_rank=model.q_lora_rank or None,
+                qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=6, n_group=1, topk_group=1,
+                moe_intermediate_size=20, n_shared_experts=2, first_k_dense_replace=1, num_mtp_layers=0,
             )
         )  # fmt: skip
     if name == "lfm2":

@@ -31,11 +31,14 @@ def test_choice(experts: int, k: int) -> None:
     assert torch.equal(biased, reference.choose_experts(x, k, bias))
 
 
-@pytest.mark.parametrize(("experts", "k", "num_groups", "top_groups"), [(32, 4, 4, 2), (60, 6, 3, 2), (24, 2, 6, 1)])
-def test_choice_within_groups(experts: int, k: int, num_groups: int, top_groups: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "k", "num_groups", "top_groups", "of_group"),
+    [(32, 4, 4, 2, 0), (60, 6, 3, 2, 0), (24, 2, 6, 1, 0), (60, 6, 3, 2, 1), (32, 5, 8, 3, 2)],
+)
+def test_choice_within_groups(experts: int, k: int, num_groups: int, top_groups: int, of_group: int) -> None:
     x, bias = scores(7, experts), scores(experts)
     ours, theirs = (
-        choose(x, k, bias, num_groups=num_groups, top_groups=top_groups)
+        choose(x, k, bias, num_groups=num_groups, top_groups=top_groups, group_top_k=of_group)
         for choose in (choose_experts, reference.choose_experts)
     )
     assert torch.equal(ours, theirs)
