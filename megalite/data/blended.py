@@ -129,8 +129,7 @@ class BlendedDataset:
         for i in range(len(datasets)):
             if not any(later[i] for _, later in phases):
                 log.warning("dataset %d of the blend has weight 0 and is left out", i)
-        arrays = _cached_order(phases, size, cache_dir)
-        self.dataset_index, self.sample_index = arrays["datasets"], arrays["samples"]
+        self.dataset_index, self.sample_index = cached_order(phases, size, cache_dir)
         self._check_counts()
 
     def _check_counts(self) -> None:
@@ -151,7 +150,11 @@ class BlendedDataset:
         return self.datasets[int(self.dataset_index[i])][int(self.sample_index[i])]
 
 
-def _cached_order(phases: Sequence[BlendPhase], size: int, cache_dir: Path | None) -> Arrays:
+def cached_order(
+    phases: Sequence[BlendPhase], size: int, cache_dir: Path | None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """`phased_order`, kept in `cache_dir` if there is one."""
+
     def build() -> Arrays:
         if size > _LONG:
             log.info("blending %d samples; this takes about %.0f s, once", size, size * 1.5e-6)
@@ -160,4 +163,5 @@ def _cached_order(phases: Sequence[BlendPhase], size: int, cache_dir: Path | Non
 
     steps = np.asarray([first for first, _ in phases], dtype=np.int64)
     key = "blend-" + key_of({"version": 2, "size": size}, steps, np.asarray([weights for _, weights in phases]))
-    return cached_arrays(cache_dir, key, {"datasets": (size,), "samples": (size,)}, build)
+    arrays = cached_arrays(cache_dir, key, {"datasets": (size,), "samples": (size,)}, build)
+    return arrays["datasets"], arrays["samples"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
-from megalite.data.blended import normalise_weights
+from megalite.data.blend_spec import BlendWords, is_file, parse_blend
 from megalite.data.gpt_index import split_ranges
 
 
@@ -15,8 +15,14 @@ class DataConfig:
 
     paths: tuple[str, ...] = ()
     """Token files (PREFIX of .bin/.idx) or text files (.jsonl, .txt); none: the embedded demo corpus."""
-    blend: tuple[float, ...] = ()
-    """Share of samples drawn from each path; by default in proportion to their tokens."""
+    blend: BlendWords = ()
+    """Shares of samples: a weight for each of data.paths (by default their tokens), or instead of data.paths
+    "WEIGHT PATH WEIGHT PATH ...", with @STEP before weights that hold from that step on, or a YAML or JSON file."""
+    validation: BlendWords = ()
+    """Data to validate on, as "WEIGHT PATH ..." or a file; by default the validation part of data.split. All of it is
+    used, and all of data.paths then is training data."""
+    validate_each: bool = False
+    """Evaluate on the validation data of each dataset alone, too."""
     tokenizer: str = ""
     """Sentencepiece .model, Hugging Face tokenizer.json, or "byte"; by default the one recorded with the data (token
     files) or the demo tokenizer (text)."""
@@ -56,12 +62,9 @@ def problems(config: DataConfig) -> list[str]:
         found.append(f"data.seq_len={config.seq_len} must be at least 1")
     if config.num_samples is not None and config.num_samples < 1:
         found.append(f"data.num_samples={config.num_samples} must be at least 1")
-    if config.blend and len(config.blend) != len(config.paths):
-        found.append(f"data.blend has {len(config.blend)} weights for {len(config.paths)} data.paths")
+    found += _blend_problems(config)
     try:
         split_ranges(config.split, 1)
-        if config.blend:
-            normalise_weights(config.blend)
     except ValueError as error:
         found.append(str(error))
     hints = get_type_hints(DataConfig)
@@ -73,4 +76,19 @@ def problems(config: DataConfig) -> list[str]:
         found.append(f"data.keep_partial=true is of pack concat; pack {config.pack} cuts nothing off")
     if config.float32_counts and not config.keep_partial:
         found.append("data.float32_counts=true changes nothing without data.keep_partial=true")
+    return found
+
+
+def _blend_problems(config: DataConfig) -> list[str]:
+    """What is wrong with the blends; files are read later."""
+    found: list[str] = []
+    try:
+        if not is_file(config.blend):
+            parse_blend(config.blend, config.paths)
+        if config.validation and not is_file(config.validation):
+            spec = parse_blend(config.validation, (), name="data.validation")
+            if len(spec.phases) > 1:
+                found.append("data.validation cannot change at a step: losses before and after could not be compared")
+    except ValueError as error:
+        found.append(str(error))
     return found

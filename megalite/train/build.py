@@ -150,6 +150,7 @@ def build_training(
         ),
         batches=batches,
         validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,
+        each_validation={name: _batches(config, mpu, data) for name, data in datasets.each_validation.items()},
         datasets=datasets,
         num_steps=config.train.num_steps,
         model=config.model,
@@ -168,6 +169,7 @@ def _datasets(config: Sections, orders: Sequence[int]) -> Datasets:
         num_validation_samples=train.eval_steps * train.global_batch_size if evaluates else 0,
         vocab_size=config.model.vocab_size,
         orders=orders,
+        samples_before=train.batch_sizes.before,
     )
 
 

@@ -47,6 +47,9 @@ class Callback:
     def after_evaluation(self, step: int, loss: float) -> None:
         """The validation loss after `step` steps is known."""
 
+    def after_dataset_evaluation(self, step: int, dataset: str, loss: float) -> None:
+        """So is that of one dataset alone (data.validate_each)."""
+
     def after_checkpoint(self, step: int, path: Path | str) -> None:
         """The state after `step` steps is complete on disk."""
 
@@ -72,6 +75,11 @@ class MetricsFiles(Callback):
     def after_evaluation(self, step: int, loss: float) -> None:
         """Adds the row of the evaluation."""
         self._files[1].append({"step": step, "validation_loss": loss if math.isfinite(loss) else None})
+
+    def after_dataset_evaluation(self, step: int, dataset: str, loss: float) -> None:
+        """Adds a row of its own."""
+        row = {"step": step, "dataset": dataset, "validation_loss": loss if math.isfinite(loss) else None}
+        self._files[1].append(row)
 
     def after_checkpoint(self, step: int, path: Path | str) -> None:
         """Brings the rows to disk: they are what a resume from this checkpoint keeps."""
@@ -121,6 +129,10 @@ class TensorBoard(Callback):
         """Adds the validation loss."""
         self._add("validation/loss", loss, step)
 
+    def after_dataset_evaluation(self, step: int, dataset: str, loss: float) -> None:
+        """Adds the validation loss of a dataset, under the last part of its path."""
+        self._add(f"validation_loss/{Path(dataset).name}", loss, step)
+
     def after_run(self, step: int) -> None:
         """Writes what is buffered and closes."""
         if self._writer is not None:
@@ -151,6 +163,10 @@ class ProgressLines(Callback):
     def after_evaluation(self, step: int, loss: float) -> None:
         """Logs the validation loss."""
         logger.info("step %d | validation loss %.4f", step, loss)
+
+    def after_dataset_evaluation(self, step: int, dataset: str, loss: float) -> None:
+        """Logs the validation loss of a dataset."""
+        logger.info("step %d | validation loss %.4f on %s", step, loss, dataset)
 
     def after_checkpoint(self, step: int, path: Path | str) -> None:
         """Logs where the checkpoint is."""

@@ -14,6 +14,7 @@ from typing import Any
 from megalite.checkpoint import store
 from megalite.checkpoint.agree import on_first
 from megalite.checkpoint.manifest import Manifest
+from megalite.data.blend_spec import parse_blend, same_until
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
 from megalite.optim.config import OptimConfig
@@ -22,7 +23,8 @@ from megalite.train.sections import ResumeSections
 logger = logging.getLogger("megalite")
 
 _NO_DIFFERENCE = (
-    "data.paths", "data.cache_dir", "data.num_samples", "data.tokenizer", "data.json_key", "optim.offload",
+    "data.paths", "data.validation", "data.validate_each",
+    "data.cache_dir", "data.num_samples", "data.tokenizer", "data.json_key", "optim.offload",
     "optim.post_validation", "optim.master_weights", "optim.stochastic_rounding",
 )  # fmt: skip
 """Settings that may change freely: they decide where things are, how fast they go and how precisely state is stored.
@@ -101,6 +103,7 @@ def identity(config: ResumeSections) -> dict[str, Any]:
     sections = {"model": config.model, "data": config.data, "optim": config.optim}
     found = {f"{name}.{field}": value for name, section in sections.items() for field, value in _fields(section)}
     found = {name: value for name, value in found.items() if name not in _NO_DIFFERENCE}
+    found["data.blend"] = parse_blend(config.data.blend, config.data.paths).identity  # its paths may move
     train = {
         f"train.{name}": getattr(config.train, name)
         for name in ("seed", "global_batch_size", "batch_ramp", "precision")
@@ -121,7 +124,10 @@ def same_run(config: ResumeSections, manifest: Manifest, path: Path | str) -> li
     if not isinstance(stored, dict):
         raise ResumeError(f"{path} does not say what its run was configured as: it is not of a training run")
     unknown = {"train.precision": config.train.precision}  # of older checkpoints: their dtypes tell
-    told = refuse_differences(path, _defaults(config) | unknown | stored, identity(config), config.checkpoint.allow)
+    there, here = _defaults(config) | unknown | stored, identity(config)
+    if same_until(there["data.blend"], here["data.blend"], manifest.step):
+        there["data.blend"] = here["data.blend"]
+    told = refuse_differences(path, there, here, config.checkpoint.allow)
     steps = stored.get("train.num_steps")
     optim, now = config.optim, config.train.num_steps
     if steps not in (None, now) and optim.decay_steps is None and optim.schedule not in ("constant", "inverse_sqrt"):

@@ -60,9 +60,12 @@ class Training:
     optimizer: Optimizer
     batches: GlobalBatches
     validation: GlobalBatches | None
+    """What `evaluate` reads."""
     datasets: Datasets
     num_steps: int
     model: ModelConfig
+    each_validation: dict[str, GlobalBatches] = field(default_factory=dict)
+    """Validation data of each dataset alone, by its name."""
     routers: list[Router] = field(default_factory=list)
     """Of this rank's stages."""
     num_skipped: int = 0

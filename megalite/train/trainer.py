@@ -6,10 +6,12 @@ happened; everything that prints or writes is a callback.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -202,6 +204,10 @@ class Trainer:
         with self._meter.paused():
             loss = self._validation_loss = self._evaluate_fn(self.training, self.config.train.eval_steps)
             self._tell(lambda callback: callback.after_evaluation(self.step, loss))
+            for name, batches in self.training.each_validation.items():
+                alone = dataclasses.replace(self.training, validation=batches)
+                loss = self._evaluate_fn(alone, self.config.train.eval_steps)
+                self._tell(partial(_tell_dataset, step=self.step, dataset=name, loss=loss))
 
     def _save(self, *, at_once: bool) -> None:
         self._complete_save(wait=True)  # one at a time
@@ -238,6 +244,10 @@ class Trainer:
             )  # fmt: skip
         else:
             logger.info("run complete: %d steps, files in %s", self.step, self._folder.path)
+
+
+def _tell_dataset(callback: Callback, *, step: int, dataset: str, loss: float) -> None:
+    callback.after_dataset_evaluation(step, dataset, loss)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.data.blend_spec import parse_blend, same_until
 from megalite.data.blended import BlendedDataset
 from megalite.data.build import Datasets, build_datasets
 from megalite.data.cache import build_once
@@ -68,7 +69,8 @@ def test_demo_corpus(cache: Path, documents: list[str]) -> None:
     assert isinstance(again.train, GPTDataset) and again.train.source.prefix == data.prefix
     assert len(list(cache.glob("demo-*.tmp"))) == 0
     assert datasets.summary == [
-        f"embedded demo: {len(data)} sequences, {data.num_tokens} tokens (uint16)", "tokenizer: embedded demo, 4093 ids"
+        f"embedded demo: {len(data)} sequences, {data.num_tokens} tokens (uint16)",
+        "embedded demo: 50 samples (100.0%), 0.00 epochs", "tokenizer: embedded demo, 4093 ids",
     ]  # fmt: skip
 
 
@@ -115,11 +117,11 @@ def test_text_is_tokenised_once(tmp_path: Path, cache: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr("megalite.data.build.preprocess", lambda *_, **__: pytest.fail("tokenised again"))
         assert _build(cache, paths=(str(text),), tokenizer="byte").fingerprint == first.fingerprint
-    assert first.summary[0].startswith(f"{text}: 60 sequences,") and first.summary[1:] == ["tokenizer: byte, 257 ids"]
+    assert first.summary[0].startswith(f"{text}: 60 sequences,") and first.summary[2:] == ["tokenizer: byte, 257 ids"]
     text.write_text(text.read_text().replace("line 30", "LINE 30"))
     assert _build(cache, paths=(str(text),), tokenizer="byte").fingerprint != first.fingerprint
     demo = _build(cache, paths=(str(text),), vocab=4093)
-    assert demo.tokenizer is not None and demo.summary[1] == "tokenizer: embedded demo, 4093 ids"
+    assert demo.tokenizer is not None and demo.summary[2] == "tokenizer: embedded demo, 4093 ids"
 
 
 def test_megatron_files_and_blends(cache: Path) -> None:
@@ -135,6 +137,7 @@ def test_megatron_files_and_blends(cache: Path) -> None:
     assert len(everything.train) == (1471 - 1) // 16 + (672 - 1) // 16
     assert everything.summary == [
         f"{paths[0]}: 57 sequences, 1471 tokens (uint16)", f"{paths[1]}: 40 sequences, 672 tokens (int32)",
+        f"{paths[0]}: 91 samples (68.9%), 0.99 epochs", f"{paths[1]}: 41 samples (31.1%), 0.98 epochs",
         "tokenizer: not recorded with the data",
     ]  # fmt: skip
 
@@ -218,7 +221,7 @@ def test_the_recorded_tokenizer_may_be_gone(cache: Path, tmp_path: Path) -> None
     preprocess([text], tmp_path / "made", str(model))
     found = _build(cache, paths=(str(tmp_path / "made"),), vocab=4093)
     assert found.tokenizer is not None and found.tokenizer.fingerprint == load_tokenizer(model).fingerprint
-    assert found.summary[1] == f"tokenizer: {model}, 4093 ids"
+    assert found.summary[2] == f"tokenizer: {model}, 4093 ids"
     model.unlink()
     assert _build(cache, paths=(str(tmp_path / "made"),), vocab=4093, eod_mask_loss=True).tokenizer is None
     with pytest.raises(ValueError, match=r"model.vocab_size=4000 is smaller than the 4093 ids"):
@@ -233,6 +236,98 @@ def test_num_samples_makes_runs_prefixes_of_each_other(cache: Path) -> None:
     config = DataConfig(paths=path, seq_len=16, num_samples=50, cache_dir=str(cache))
     with pytest.raises(ValueError, match=r"data.num_samples=50 makes 91 samples, the run needs 100"):
         build_datasets(config, seed=1, num_samples=100)
+
+
+A, B, C = (prefix(name) for name in ("a_u16", "b_i32", "c_u16"))
+PAIRS: list[Any] = [
+    f"0.7 {A} 0.3 {B}",
+    (f"0.7 {A} 0.3 {B}",),
+    (0.7, A, 0.3, B),
+    ("b.yaml", f"{A}: 0.7\n{B}: 0.3\n"),
+    ("b.yaml", f"0.7 {A} 0.3 {B}"),
+    ("b.yaml", f"phases:\n- blend: 0.7 {A} 0.3 {B}\n"),
+    ("b.json", json.dumps([[0.7, A], [0.3, B]])),
+    ("b.json", json.dumps([{"weight": 0.7, "path": A}, {"weight": 0.3, "path": B}])),
+    ("b.json", json.dumps([0.7, A, 0.3, B])),
+]
+
+
+@pytest.mark.parametrize("case", range(len(PAIRS)))
+def test_every_way_to_write_a_blend(case: int, cache: Path, tmp_path: Path) -> None:
+    blend = PAIRS[case]
+    if isinstance(blend, tuple) and str(blend[0]).endswith((".yaml", ".json")):
+        (tmp_path / blend[0]).write_text(blend[1])
+        blend = str(tmp_path / blend[0])
+    found, plain = _build(cache, blend=blend), _build(cache, paths=(A, B), blend=(0.7, 0.3))
+    assert [found.train[i].tokens.tolist() for i in range(50)] == [plain.train[i].tokens.tolist() for i in range(50)]
+    assert found.fingerprint == plain.fingerprint
+    assert found.summary[2:4] == [f"{A}: 35 samples (70.0%), 0.38 epochs", f"{B}: 15 samples (30.0%), 0.36 epochs"]
+
+
+def test_blends_that_mean_nothing(tmp_path: Path) -> None:
+    for blend, message in (
+        ("0.7 a 0.3", "after weight 0.3 comes nothing"),
+        ("0.7 a b", "'b' is no weight; write WEIGHT PATH"),
+        ("0.7 a @9 @12 1 b", r"weights \[\] must be|must be finite"),
+        ("0.7 a @9 1 b @5 1 b", r"from steps \[0, 9, 5\]; they must begin at 0 and increase"),
+        ((0.5, 30.0, 0.5, "b"), "after weight 0.5 comes 30.0, which is no path"),
+        ("-1 a 2 b", "not negative, and not all zero"),
+    ):
+        (problem,) = problems(DataConfig(blend=blend))
+        assert re.search(message, problem), problem
+    assert "data.paths must be left out" in problems(DataConfig(blend="1 a", paths=("a",)))[0]
+    assert "cannot change at a step" in problems(DataConfig(validation="1 a @9 1 b"))[0]
+    with pytest.raises(FileNotFoundError, match=r"data\.blend: .*none\.yaml cannot be read"):
+        _build(tmp_path, blend=str(tmp_path / "none.yaml"))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match=r"bad\.json is not JSON"):
+        _build(tmp_path, blend=str(tmp_path / "bad.json"))
+
+
+def _numbers(datasets: Datasets, count: int) -> list[list[int]]:
+    return [datasets.train[i].tokens.tolist() for i in range(count)]
+
+
+def test_a_blend_that_changes_at_a_step_repeats_and_skips_nothing(cache: Path) -> None:
+    """Before the change all is as without it; after it, each dataset goes on where it stopped."""
+
+    def build(blend: str, num_samples: int, orders: tuple[int, ...] = ()) -> Datasets:
+        config = DataConfig(seq_len=16, cache_dir=str(cache), blend=blend)
+        return build_datasets(config, seed=1, num_samples=num_samples, orders=orders, samples_before=lambda k: 4 * k)
+
+    plain = build(f"0.7 {A} 0.3 {B}", 80)
+    changed = build(f"0.7 {A} 0.3 {B} @10 0.2 {A} 0.5 {B} 0.3 {C}", 80)
+    assert _numbers(changed, 40) == _numbers(plain, 40) and _numbers(changed, 80) != _numbers(plain, 80)
+    blend = changed.train
+    assert isinstance(blend, BlendedDataset) and np.bincount(blend.dataset_index[40:80]).tolist() == [8, 20, 12]
+    for i in range(3):
+        drawn = blend.sample_index[blend.dataset_index == i]
+        assert drawn.tolist() == list(range(len(drawn)))
+    later = build(f"0.7 {A} 0.3 {B} @10 0.2 {A} 0.5 {B} 0.3 {C} @15 1 {C}", 200, changed.orders)
+    assert _numbers(later, 60) == _numbers(changed, 60) and len(later.train) >= 200
+    assert isinstance(later.train, BlendedDataset) and set(later.train.dataset_index[60:].tolist()) == {2}
+    with pytest.raises(ValueError, match="nothing says which samples its steps consume"):
+        _build(cache, blend=f"1 {A} @9 1 {B}")
+
+
+def test_which_changes_of_a_blend_a_resume_takes() -> None:
+    def identity(blend: str) -> list[Any]:
+        return parse_blend(blend, ()).identity
+
+    plain, changed = identity("0.7 a 0.3 b"), identity("0.7 a 0.3 b @10 1 a 1 b")
+    assert plain == [0.7, 0.3] and changed == [[0, 0.7, 0.3], [10, 1.0, 1.0]]
+    assert same_until(plain, changed, 10) and not same_until(plain, changed, 11)
+    assert not same_until(plain, identity("0.6 a 0.4 b"), 1) and same_until([], [], 5) and not same_until([], plain, 5)
+
+
+def test_data_of_their_own_to_validate_on(cache: Path) -> None:
+    found = _build(cache, paths=(A,), valid=12, validation=f"0.5 {B} 0.5 {C}", validate_each=True)
+    assert isinstance(found.train, GPTDataset) and (found.train.first, found.train.last) == (0, 57)
+    assert isinstance(found.validation, BlendedDataset) and found.validation.counts() == [6, 6]
+    assert list(found.each_validation) == [B, C]
+    assert all(isinstance(d, GPTDataset) and len(d) >= 12 for d in found.each_validation.values())
+    split = _build(cache, paths=(A, B), valid=12, split="80,20", validate_each=True)
+    assert list(split.each_validation) == [A, B] and _build(cache, paths=(A,), valid=2).each_validation == {}
 
 
 def test_the_last_partial_sample_of_validation_data(cache: Path) -> None:
@@ -252,7 +347,13 @@ def test_problems_are_reported_at_once() -> None:
         paths=("a",), blend=(1.0, -1.0), seq_len=0, num_samples=0, split="x", pack="bestfit",  # type: ignore[arg-type]
     )  # fmt: skip
     found = problems(bad)
-    for part in ("seq_len=0", "num_samples=0", "2 weights for 1", "split='x'", "can be concat, best_fit, none"):
+    for part in (
+        "seq_len=0",
+        "num_samples=0",
+        "blend has 2 weights for 1",
+        "split='x'",
+        "can be concat, best_fit, none",
+    ):
         assert sum(part in line for line in found) == 1, part
     assert len(found) == 5
     with pytest.raises(ValueError, match=r"(?s)seq_len=0.*data.pack='bestfit'"):

@@ -42,6 +42,7 @@ class FakeTraining:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weight: int = 0
     validation: object = "some data"
+    each_validation: dict[str, Any] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What to report instead, by step."""
@@ -65,7 +66,7 @@ def fake_step(training: Training, step: int) -> StepResult:
 
 def fake_evaluate(training: Training, num_steps: int) -> float:
     fake = cast(FakeTraining, training)
-    return fake.weight / num_steps
+    return fake.weight / num_steps / {"some data": 1, "part": 2}[str(fake.validation)]
 
 
 @dataclass

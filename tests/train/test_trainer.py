@@ -251,6 +251,14 @@ def test_step_seconds_leave_out_evaluation_and_saving(tmp_path: Path) -> None:
     assert [row["tokens_per_second"] for row in rows] == [row["tokens"] / row["step"] / 2.0 for row in rows]
 
 
+def test_each_dataset_is_evaluated_alone(tmp_path: Path) -> None:
+    training = FakeTraining(each_validation={"data/a": "part"})
+    run(tmp_path / "run", training, TensorBoard(tmp_path / "events"), num_steps=2, eval_every=2)
+    whole, part = read_rows(tmp_path / "run/validation.jsonl")
+    assert part == {"step": 2, "dataset": "data/a", "validation_loss": whole["validation_loss"] / 2}
+    assert b"validation_loss/a" in b"".join(file.read_bytes() for file in (tmp_path / "events").iterdir())
+
+
 def test_rates_are_per_rank_and_against_the_peak(tmp_path: Path) -> None:
     slow = SlowMoments()
     run(
