@@ -3,13 +3,13 @@
 `FAMILIES` has those of Hugging Face, by `model_type`; several may be one architecture here.
 """
 
-from megalite.models.deepseek import DeepSeek
+from megalite.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DeepSeek
 from megalite.models.gpt2 import GPT2, GPT2_FAMILY
-from megalite.models.gpt_oss import GptOss
+from megalite.models.gpt_oss import GPT_OSS, GptOss
 from megalite.models.hf.family import Family
 from megalite.models.lfm2 import LFM2, LFM2_FAMILY, LFM2_MOE
 from megalite.models.llama import LLAMA, MISTRAL, MIXTRAL, Llama
-from megalite.models.qwen2_moe import Qwen2Moe
+from megalite.models.qwen2_moe import QWEN2_MOE, Qwen2Moe
 from megalite.models.qwen3 import QWEN3, QWEN3_MOE, Qwen3
 from megalite.models.transformer import Transformer
 
@@ -33,5 +33,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         LFM2_FAMILY,
         LFM2_MOE,
+        GPT_OSS,
+        QWEN2_MOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }

@@ -30,6 +30,12 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+DEEPSEEK: dict[str, Any] = {
+    **COMMON, "num_key_value_heads": 4, "kv_lora_rank": 7, "q_lora_rank": 10, "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 18, "n_shared_experts": 2,
+    "rms_norm_eps": 1e-4,
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -45,6 +51,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **COMMON, **EXPERTS, "head_dim": 10, "mlp_only_layers": [1], "norm_topk_prob": True, "rope_parameters": YARN,
     },
     "lfm2_moe": {**COMMON, **EXPERTS, **LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    "gpt_oss": {
+        **COMMON, "head_dim": 10, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 18,
+        "sliding_window": 5, "swiglu_alpha": 1.5, "swiglu_limit": 0.6,
+        "rope_parameters": {**YARN, "factor": 32.0, "truncate": False, "original_max_position_embeddings": 24},
+    },
+    "qwen2_moe": {
+        **COMMON, **EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": 14, "norm_topk_prob": False,
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
+    },
+    "deepseek_v2": {
+        **DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "kv_lora_rank": 6,
+        "qk_nope_head_dim": 8,
+    },
+    "deepseek_v3": {
+        **DEEPSEEK, "num_mtp_layers": 0,
+        "rope_parameters": {**YARN, "factor": 40.0, "mscale": 0.9, "mscale_all_dim": 0.6},
+    },
 }  # fmt: skip
 """model_type -> its config."""
 TIED = ("gpt2", "lfm2", "lfm2_moe")
@@ -77,17 +100,17 @@ def build(family: str, **changes: Any) -> Any:
     model = model.double()
     fill(model)
     for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
+        if name.endswith(("expert_bias", "correction_bias")):
             buffer.copy_(torch.linspace(-0.3, 0.3, buffer.numel(), dtype=torch.float64).roll(len(name)))
     return model.eval()
 
 
 @functools.cache
-def reference(family: str, *, tied: bool | None = None) -> Reference:
-    """Built once a session."""
+def reference(family: str, *, tied: bool | None = None, **changes: Any) -> Reference:
+    """Built once a session. changes: of the config."""
     tied = family in TIED if tied is None else tied
     folder = Path(tempfile.mkdtemp(prefix="megalite_families_"))
-    model = build(family, tie_word_embeddings=tied)
+    model = build(family, tie_word_embeddings=tied, **changes)
     model.save_pretrained(folder / "weights")
     with float64():
         logits = model(input_ids=batch().tokens.t()).logits

@@ -46,6 +46,8 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
     if model.router_score != "sigmoid" or not model.router_normalize:
         found |= _defaults(["router_norm_eps"])
+    if model.num_expert_groups > 1:
+        found["group_top_k"] = model.group_top_k or model.top_k // model.top_k_groups
     if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
         found["ffn_hidden_size"] = model.expert_ffn_size  # there are no dense layers
     return found
@@ -63,7 +65,7 @@ def _positions(model: ModelConfig) -> dict[str, Any]:
         return _defaults(names)
     found = _defaults(["max_positions"])
     if model.rope_scaling in ("none", "linear"):
-        used = {"rope_theta", "rope_percent", "rope_scaling", "rope_factor"}
+        used = {"rope_theta", "rope_percent", "rope_scaling", "rope_factor", "rope_interleaved"}
         return found | _defaults([name for name in names if name not in used])
     if model.rope_scaling == "ntk":
         found["rope_length"] = model.rope.length
