@@ -34,8 +34,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu_packed(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up in the tanh form for gate_up [..., 2f] that holds gate, then up."""
-    gate, up = gate_up.chunk(2, -1)
-    return geglu(gate, up)
+    return _PackedGeGLU.apply(gate_up)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,6 +77,28 @@ class _PackedSwiGLU(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         _swiglu_backward(grads[0], *gate_up.chunk(2, -1), *dgate_up.chunk(2, -1))
+        return dgate_up
+
+
+class _PackedGeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        for gate_part, up_part, out_part in row_chunks(gate, up, out):
+            torch.mul(F.gelu(gate_part.contiguous(), approximate="tanh"), up_part, out=out_part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        parts = *gate_up.chunk(2, -1), *dgate_up.chunk(2, -1)
+        for dy, gate, up, dgate, dup in row_chunks(grads[0], *parts):
+            gate = gate.contiguous()
+            torch.mul(F.gelu(gate, approximate="tanh"), dy, out=dup)
+            dgate.copy_(torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh"))
         return dgate_up
 
 

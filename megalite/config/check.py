@@ -162,6 +162,12 @@ def _model_problems(model: ModelConfig) -> list[str]:
             f"model.mtp_loss_factor={model.mtp_loss_factor} must be finite and above 0; mtp_layers=0 leaves"
             " multi-token prediction out"
         )
+    if model.mtp_layers and MODELS[model.name].scaled_embeddings:
+        found.append(f"model.mtp_layers={model.mtp_layers}: {model.name} scales its embeddings; use mtp_layers=0")
+    if model.is_latent and (model.rope_layers != "all" or model.rope_local_theta):
+        found.append("model.rope_layers, rope_local_theta: latent attention turns alike in all layers; leave them out")
+    if model.parallel_residual and model.name != "gpt_neox":
+        found.append(f"model.parallel_residual=true: {model.name} adds its blocks one after another; use name=gpt_neox")
     if model.vocab_size < 2 and model.label_smoothing > 0:
         found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
     return found + _operator_problems(model)
@@ -169,7 +175,8 @@ def _model_problems(model: ModelConfig) -> list[str]:
 
 def _operator_problems(model: ModelConfig) -> list[str]:
     """Whether the layers that attend can be told from the convolutions, and what they see is something."""
-    patterns = {"attention_layers": model.attention_layers, "window_layers": model.window_layers}
+    names = ("attention_layers", "window_layers", "rope_layers")
+    patterns = {name: getattr(model, name) for name in names}
     problems = (pattern_problem(text, f"model.{name}", len(model.all_layers)) for name, text in patterns.items())
     found = [problem for problem in problems if problem is not None]
     pattern = model.attention_layers
@@ -181,7 +188,8 @@ def _operator_problems(model: ModelConfig) -> list[str]:
         found.append(f"model.window={model.window} must be at least 1 (a token and those before it), or 0 for no limit")
     if model.window_layers != "all" and not model.window:
         found.append(f"model.window_layers={model.window_layers} needs a model.window; set it, or window_layers=all")
-    for name, without in (("attention_softcap", "no soft-capping"), ("attention_scale", "1 / sqrt(head_dim)")):
+    caps = [(name, "no soft-capping") for name in ("attention_softcap", "logit_softcap")]
+    for name, without in (*caps, ("attention_scale", "1 / sqrt(head_dim)")):
         if not 0 <= getattr(model, name) < math.inf:
             found.append(f"model.{name}={getattr(model, name)} must be finite and above 0, or 0 for {without}")
     return found

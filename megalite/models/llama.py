@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalite.models.hf.family import Family
 from megalite.models.hf.fields import NO_ATTENTION_BIAS, NO_MLP_BIAS, SILU, Same, Windows, decoder, experts
 from megalite.models.hf.rope import Rope
-from megalite.models.hf.weights import Experts, Table
+from megalite.models.hf.weights import Experts, Spot, Table
 from megalite.models.transformer import Transformer
 
 
@@ -14,7 +14,7 @@ class Llama(Transformer):
 
 
 OUTSIDE: Table = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-LAYER: Table = {
+LAYER: dict[str, Spot] = {
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     "attention.qkv.q": "self_attn.q_proj", "attention.qkv.k": "self_attn.k_proj",
     "attention.qkv.v": "self_attn.v_proj", "attention.proj": "self_attn.o_proj",

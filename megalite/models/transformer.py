@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
+from megalite.kernels.attention_rows import Rope
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key, dropout_saved
 from megalite.kernels.rope import rope_tables
@@ -30,7 +31,7 @@ from megalite.nn.recompute import Recompute
 from megalite.nn.saved import BatchShape, saved_by
 from megalite.parallel.collectives import enter_parallel, gather_from, sequence_part
 from megalite.parallel.context import cut_rows, pad_rows, padded_length, row_multiple
-from megalite.parallel.cross_entropy import linear_cross_entropy
+from megalite.parallel.cross_entropy import linear_cross_entropy, soft_cap
 from megalite.parallel.data import Unit
 from megalite.parallel.saved import embedding_saved, logits_bytes, loss_saved
 from megalite.parallel.shard import Shard, set_shard, shard_of
@@ -121,6 +122,8 @@ class Transformer(nn.Module):
     norm_cls: type[nn.Module] = RMSNorm
     learned_positions = False
     rotary_positions = True
+    scaled_embeddings = False
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
 
     def __init__(
         self,
@@ -287,12 +290,15 @@ class Transformer(nn.Module):
     def context_bytes(self, shape: BatchShape) -> int:
         """What the layers of a stage share, of a micro-batch: rotary tables, and token numbers for dropout."""
         tables = 2 * size_of((shape.tokens, self.config.rotary_dim // 2), wide(shape.dtype)) if shape.rotary else 0
+        tables *= 2 if self.config.rope_local_theta else 1
         return tables + (size_of((shape.rows,), torch.int64) if self.config.hidden_dropout > 0.0 else 0)
 
     def logits_bytes(self, shape: BatchShape) -> int:
         """The most logits that exist at a time."""
-        tokens = shape.tokens * (1 + len(self.mtp))
-        return logits_bytes(self.head, tokens, shape.dtype, shape.device) if self.head is not None else 0
+        if self.head is None:
+            return 0
+        tokens, is_capped = shape.tokens * (1 + len(self.mtp)), self.config.logit_softcap > 0.0
+        return logits_bytes(self.head, tokens, shape.dtype, shape.device, is_capped=is_capped)
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """[s, b, vocab] of a model that is one stage, for evaluation."""
@@ -323,30 +329,40 @@ class Transformer(nn.Module):
         if keep is not None:
             assert not self.sequence_parallel, "sequence parallelism has cut the places that are to be kept"
             hidden = keep(hidden)
-        return gather_from(self.head(self._enter_head(hidden)), self.mpu.tp, -1, self.config.vocab_size)
+        logits = soft_cap(self.head(self._enter_head(hidden)), self.config.logit_softcap)
+        return gather_from(logits, self.mpu.tp, -1, self.config.vocab_size)
 
     def _context(self, batch: MicroBatch, cache: Cache | None = None) -> Context:
         rows = pad_rows(batch, self._row_multiple)
         batch, cut = cut_rows(rows, self.mpu.cp, self.config.common_window)
         index = sequence_part(batch.token_index, self.mpu.tp, self.sequence_parallel)
-        rope = self._rope(batch.positions, cache) if self.rotary_positions else None
+        rope, local = self._ropes(batch.positions, cache) if self.rotary_positions else (None, None)
         return Context(
             batch=batch, rows=rows, cut=cut, token_index=index, rope=rope, seed=self.seed, training=self.training,
-            cache=cache,
+            cache=cache, local_rope=local,
         )  # fmt: skip
 
-    def _rope(self, positions: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """Rotary tables of `positions`; with a cache, made once for all that it has room for."""
+    def _ropes(self, positions: Tensor, cache: Cache | None = None) -> tuple[Rope, Rope | None]:
+        """Rotary tables of `positions`, and those of layers with a window where they have their own.
+
+        With a cache, they are made once for all positions that it has room for.
+        """
         if cache is not None:
             if cache.tables is None:
-                cache.tables = self._rope(torch.arange(cache.capacity, device=positions.device)[:, None])
-            return rows_of(cache.tables, positions)
+                cache.tables = self._ropes(torch.arange(cache.capacity, device=positions.device)[:, None])
+            first, local = cache.tables
+            return rows_of(first, positions), rows_of(local, positions) if local is not None else None
         config = self.config
-        return rope_tables(positions, config.rotary_dim, config.rope_theta, wide(self.hidden_dtype), config.rope)
+        first = rope_tables(positions, config.rotary_dim, config.rope_theta, wide(self.hidden_dtype), config.rope)
+        if not config.rope_local_theta:
+            return first, None
+        return first, rope_tables(positions, config.rotary_dim, config.rope_local_theta, wide(self.hidden_dtype))
 
     def _embed(self, context: Context) -> Tensor:
         assert self.embedding is not None, f"stage {self.stage.index} needs hidden states"
         x = self.embedding(context.batch.tokens)
+        if self.scaled_embeddings:
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded to the dtype, as in training
         if self.positions is not None:
             x = x + self.positions(context.batch.positions)
         if self.config.hidden_dropout > 0.0 and self.training:
@@ -383,7 +399,7 @@ class Transformer(nn.Module):
         return linear_cross_entropy(
             enter_parallel(x, self.mpu.tp, self.sequence_parallel), self.head.weight, labels, mask, axis=self.mpu.tp,
             vocab_size=config.vocab_size, queue=self.queue, label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss, kernels=self.kernels, rows=rows,
+            z_loss=config.z_loss, softcap=config.logit_softcap, kernels=self.kernels, rows=rows,
         )  # fmt: skip
 
     def units(self) -> list[Unit]:

@@ -15,11 +15,12 @@ from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.norm import rms_norm_saved
 from megalite.kernels.registry import Traits, problems
-from megalite.kernels.saved import Saved, beside, chain, size_of
+from megalite.kernels.saved import Saved, beside, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context, Site, layer_site
 from megalite.nn.mlp import output_std
+from megalite.nn.norm import plus_one
 from megalite.nn.saved import BatchShape
 from megalite.parallel.context_attention import ContextAttention
 from megalite.parallel.saved import column_saved, context_attention_saved, row_saved
@@ -65,6 +66,7 @@ class ParallelAttention(nn.Module):
         self.layer, self.dropout = layer, config.attention_dropout
         self.head_size, self.value_size = config.head_size, config.value_size
         self.scale, self.softcap, self.window = config.score_scale, config.attention_softcap, config.window_of(layer)
+        self.turns, self.has_own_rope = config.turns(layer), bool(config.rope_local_theta and self.window)
         self.sinks = HeadSinks(config, mpu) if config.attention_sinks else None
         self.is_plain = not (self.softcap or config.attention_sinks)
         if wrong := problems("attention", self.kernels.config.attention, self.traits(dropout=self.dropout)):
@@ -104,10 +106,10 @@ class ParallelAttention(nn.Module):
         """[s, b, (heads + 2 kv_heads) * d] -> [s, b, heads * d]."""
         dropout = self._dropout(context, qkv.device)
         if (backend := self._whole_backend(context, qkv.device)) is not None:
-            return self._mix(qkv, backend, dropout, context.rope)
+            return self._mix(qkv, backend, dropout, self.rope(context))
         q, k, v = self.heads(qkv)
-        if context.rope is not None:
-            q, k = self.kernels.rope(q, *context.rope), self.kernels.rope(k, *context.rope)
+        if (rope := self.rope(context)) is not None:
+            q, k = self.kernels.rope(q, *rope), self.kernels.rope(k, *rope)
         return self._attend_rows(q, k, v, dropout, context).flatten(2)
 
     def _dropout(self, context: Context, device: torch.device) -> AttentionDropout | None:
@@ -123,6 +125,12 @@ class ParallelAttention(nn.Module):
         if context.cut.axis.size > 1 or context.batch.documents is not None or context.cache is not None:
             return None
         return self._causal_backend(device, self.dropout if context.training else 0.0, context.batch.seq_len)
+
+    def rope(self, context: Context) -> Rope | None:
+        """The rotary tables of this layer, if it has any."""
+        if not self.turns:
+            return None
+        return context.local_rope if self.has_own_rope else context.rope
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [s, b, heads, d], k and v [s, b, kv_heads, d], before rotary positions."""
@@ -189,7 +197,7 @@ class ParallelAttention(nn.Module):
         if self.across.num_ranks == 1 and not shape.has_documents:
             backend = self._causal_backend(shape.device, self.dropout, shape.seq_len)
         # The block backend turns its rows as it goes; what the others get was turned before, and is kept so.
-        remade = shape.rotary and backend != "block"
+        remade = shape.rotary and self.turns and backend != "block"
         heads = self._heads_saved(shape)
         if heads.output:
             remade = True
@@ -230,33 +238,6 @@ class QKVBiasAttention(ParallelAttention):
     bias = True
 
 
-class QKNormAttention(ParallelAttention):
-    """Attention with an RMSNorm over each query and key head, before rotary positions (Qwen3, LFM2).
-
-    Henry et al. (2020, arXiv:2010.04245) and Dehghani et al. (2023, arXiv:2302.05442): logits cannot grow without end.
-    """
-
-    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
-        super().__init__(config, mpu, layer, kernels)
-        self.q_norm = HeadNorm(config, mpu, self.kernels)
-        self.k_norm = HeadNorm(config, mpu, self.kernels)
-
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, with q and k normed."""
-        q, k, v = super().heads(qkv)
-        return self.q_norm(q), self.k_norm(k), v
-
-    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
-        q, k, v = self.heads(qkv)
-        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
-
-    def _heads_saved(self, shape: BatchShape) -> Saved:
-        """The heads before their norms are views of q, k and v as they enter, which are kept whole."""
-        heads = sum(self.qkv.sizes[:2]) // self.head_size
-        norms = rms_norm_saved((shape.tokens, heads, self.head_size), shape.dtype)
-        return Saved(input=size_of((shape.tokens, sum(self.qkv.sizes)), shape.dtype), own=norms.own, output=norms.input)
-
-
 class HeadNorm(ShardedModule):
     """RMSNorm over the features of a head, [.., heads, head_dim], with one weight for all heads of a layer.
 
@@ -277,6 +258,56 @@ class HeadNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[.., heads, head_dim] -> the same."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def saved_bytes(self, dtype: torch.dtype) -> int:
+        """What is kept whatever the number of tokens."""
+        return 0
+
+
+class OffsetHeadNorm(HeadNorm):
+    """The same with 1 + weight in the place of the weight, which begins at 0 (Gemma 3, arXiv:2503.19786)."""
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight zero."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., heads, head_dim] -> the same."""
+        return self.kernels.rms_norm(x, plus_one(self.weight), self.eps)
+
+    def saved_bytes(self, dtype: torch.dtype) -> int:
+        """The sum."""
+        return size_of(self.weight.shape, wide(dtype))
+
+
+class QKNormAttention(ParallelAttention):
+    """Attention with an RMSNorm over each query and key head, before rotary positions (Qwen3, LFM2).
+
+    Henry et al. (2020, arXiv:2010.04245) and Dehghani et al. (2023, arXiv:2302.05442): logits cannot grow without end.
+    """
+
+    head_norm_cls: type[HeadNorm] = HeadNorm
+
+    def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
+        super().__init__(config, mpu, layer, kernels)
+        self.q_norm = self.head_norm_cls(config, mpu, self.kernels)
+        self.k_norm = self.head_norm_cls(config, mpu, self.kernels)
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with q and k normed."""
+        q, k, v = super().heads(qkv)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
+        q, k, v = self.heads(qkv)
+        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
+
+    def _heads_saved(self, shape: BatchShape) -> Saved:
+        """The heads before their norms are views of q, k and v as they enter, which are kept whole."""
+        heads = sum(self.qkv.sizes[:2]) // self.head_size
+        norms = rms_norm_saved((shape.tokens, heads, self.head_size), shape.dtype)
+        own = norms.own + self.q_norm.saved_bytes(shape.dtype) + self.k_norm.saved_bytes(shape.dtype)
+        return Saved(input=size_of((shape.tokens, sum(self.qkv.sizes)), shape.dtype), own=own, output=norms.input)
 
 
 class HeadSinks(ShardedModule):

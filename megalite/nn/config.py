@@ -131,6 +131,13 @@ class ModelConfig(MoEConfig):
     """Share of a head's features that rotary positions turn, the first ones (partial_rotary_factor)."""
     rope_interleaved: bool = False
     """Turn features 2i and 2i + 1 together, not i and i + half (deepseek)."""
+    parallel_residual: bool = False
+    """Attention and feed-forward read the same input and are added to it together (gpt_neox)."""
+    rope_layers: str = "all"
+    """Which layers turn queries and keys by rotary positions, in the patterns of moe_layers (SmolLM3)."""
+    rope_local_theta: float = 0.0
+    """Base in the layers that have a window, which then have no rope_scaling (Gemma 3, arXiv:2503.19786); 0: they are
+    as the others."""
     rope_scaling: RopeKind = "none"
     """How rotary frequencies are changed for rows longer than a model was trained on, as in Hugging Face's configs:
     none, linear, ntk (their dynamic, for one fixed length), yarn or llama3."""
@@ -170,6 +177,8 @@ class ModelConfig(MoEConfig):
     """Layers that learn to predict further tokens, one each (multi-token prediction, arXiv:2412.19437)."""
     mtp_loss_factor: float = 0.3
     """Weight of the mean of their losses."""
+    logit_softcap: float = 0.0
+    """Logits x become c tanh(x / c) with this c (Gemma 2, arXiv:2408.00118); 0 leaves them."""
 
     @property
     def all_layers(self) -> range:
@@ -234,7 +243,9 @@ class ModelConfig(MoEConfig):
         """Width of the feed-forward layer."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return 4 * self.hidden_size if self.name == "gpt2" else (8 * self.hidden_size // 3 + 63) // 64 * 64
+        return (
+            4 * self.hidden_size if self.name in ("gpt2", "gpt_neox") else (8 * self.hidden_size // 3 + 63) // 64 * 64
+        )
 
     @property
     def expert_ffn_size(self) -> int:
@@ -262,6 +273,10 @@ class ModelConfig(MoEConfig):
         layers = (layer for layer in self.all_layers if self.is_attention_layer(layer))
         return min((self.window_of(layer) for layer in layers), default=0)
 
+    def turns(self, layer: int) -> bool:
+        """Whether global layer number `layer` has rotary positions."""
+        return in_pattern(layer, self.rope_layers)
+
     def is_attention_layer(self, layer: int) -> bool:
         """Whether global layer number `layer` of an architecture with other layers mixes positions by attention."""
         return in_pattern(layer, self.attention_layers)
@@ -270,6 +285,10 @@ class ModelConfig(MoEConfig):
 def rope_problems(model: ModelConfig) -> list[str]:
     """Everything about the rope_ fields that cannot work."""
     found = []
+    if not 0 <= model.rope_local_theta < math.inf:
+        found.append(f"model.rope_local_theta={model.rope_local_theta} must be finite and above 0, or 0 for none")
+    if model.rope_local_theta and not model.window:
+        found.append(f"model.rope_local_theta={model.rope_local_theta} is for layers with a window; set model.window")
     if not 0 < model.rope_theta < math.inf:
         found.append(f"model.rope_theta={model.rope_theta} must be finite and above 0")
     if not 0 < model.rope_percent <= 1:

@@ -44,7 +44,8 @@ class Context:
 
     batch: this context-parallel rank's part of the rows; rows: the rows before that cut, and cut: how it was made.
     token_index: int64 [s_local, b], the global token numbers of the rows this rank's residual stream holds.
-    rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions. training switches dropout on.
+    rope: (cos, sin), each [s, b, head_dim / 2], or None without rotary positions; local_rope: those of layers with a
+    window, where they have their own. training switches dropout on.
     cache: what the layers keep of the tokens before these, when a text is generated (None: these are all).
     """
 
@@ -56,6 +57,7 @@ class Context:
     seed: int
     training: bool
     cache: Cache | None = None
+    local_rope: tuple[Tensor, Tensor] | None = None
     masks: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     shared: dict[str, Any] = field(default_factory=dict, compare=False)
 

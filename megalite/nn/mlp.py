@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.activation import activation_saved
+from megalite.kernels.activation import activation_saved, geglu_packed
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.saved import Saved, chain
 from megalite.mpu import ParallelState
@@ -123,6 +123,14 @@ class _Chunked(torch.autograd.Function):
         return dx, None, None, *(sums.get(parameter) for parameter in mlp.fc1.parameters()), None
 
 
+class GegluMLP(ParallelMLP):
+    """down(gelu(gate x) * up x) with the tanh form of GELU (Shazeer, 2020, arXiv:2002.05202), that of Gemma."""
+
+    def activation(self, x: Tensor) -> Tensor:
+        """[s, b, 2 ffn / tp] -> [s, b, ffn / tp]."""
+        return geglu_packed(x)
+
+
 class GeluMLP(ParallelMLP):
     """fc2(gelu(fc1 x + b)) + b, the feed-forward of GPT-2."""
 
@@ -132,3 +140,11 @@ class GeluMLP(ParallelMLP):
     def activation(self, x: Tensor) -> Tensor:
         """[s, b, ffn / tp] -> [s, b, ffn / tp]; GELU in its tanh form."""
         return self.kernels.gelu(x)
+
+
+class ExactGeluMLP(GeluMLP):
+    """The same with GELU itself (Hendrycks & Gimpel, 2016, arXiv:1606.08415), that of GPT-NeoX."""
+
+    def activation(self, x: Tensor) -> Tensor:
+        """[s, b, ffn / tp] -> [s, b, ffn / tp]; x times the normal distribution at x."""
+        return nn.functional.gelu(x)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.norm import layer_norm_saved, rms_norm_saved
-from megalite.kernels.saved import Saved
+from megalite.kernels.saved import Saved, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.saved import BatchShape
@@ -40,6 +42,28 @@ class RMSNorm(ShardedModule):
     def saved(self, shape: BatchShape) -> Saved:
         """See `rms_norm_saved`."""
         return rms_norm_saved((shape.rows, shape.width), shape.dtype)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), with weights that begin at 0 (Gemma, arXiv:2403.08295)."""
+
+    def init_parameters(self, seed: int) -> None:
+        """Weight zero."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., hidden] -> [.., hidden]."""
+        return self.kernels.rms_norm(x, plus_one(self.weight), self.eps)
+
+    def saved(self, shape: BatchShape) -> Saved:
+        """Also the sum."""
+        norm = super().saved(shape)
+        return replace(norm, own=norm.own + size_of(self.weight.shape, wide(shape.dtype)))
+
+
+def plus_one(weight: Tensor) -> Tensor:
+    """1 + weight in at least float32: near 1, 16 bits could not tell small weights apart."""
+    return weight.to(wide(weight.dtype)) + 1.0
 
 
 class LayerNorm(ShardedModule):

@@ -112,6 +112,10 @@ class Recompute:
             return chain(norm, replace(block, input=0, again=max(block.again, block.input)))
         return chain(norm, block)
 
+    def block_saved(self, part: str, block: Saved, entering: int) -> Saved:
+        """The same of a block that takes the tensor as it is, without a norm."""
+        return self._region(block, entering) if part in self.parts else block
+
     def _region(self, inside: Saved, entering: int) -> Saved:
         saved = region_saved(inside, entering, stashes=self.line is not None)
         if self.cut_over is None or self.cut_over.size == 1:

@@ -114,6 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernels: Kernels,
         learning: bool,
         rows: Tensor | None,
+        softcap: float,
     ) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
         wants_dx, wants_dw = (learning and needed for needed in ctx.needs_input_grad[:2])
@@ -127,6 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, hidden.shape[0], cut.chunk_rows()):
             part = slice(begin, begin + cut.chunk_rows())
             logits = nn.functional.linear(hidden[part], weight)
+            slopes = _cap_(logits, softcap) if softcap else None
             lse, target, total = _merged(kernels.ce_stats(logits, local[part], terms), cut.axis)
             of_rows = ce_loss(lse, target, total, terms)
             # A masked row may hold anything, inf included: it must not touch the sum.
@@ -136,6 +138,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is None and dw is None:
                 continue
             kernels.ce_grad(logits, local[part], lse, weights[part], terms)
+            if slopes is not None:
+                logits.mul_(slopes.nan_to_num_(0.0))  # a masked row may hold anything; the others keep their NaN
             if dx is not None:
                 torch.mm(logits, weight, out=dx[part])
             if dw is not None:
@@ -156,7 +160,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.queue.put(lambda: _add_scaled(weight, dw, scale), [weight])
             else:
                 weight_grad = dw.mul_(scale).to(weight.dtype)
-        return dx.mul_(scale) if dx is not None else None, weight_grad, *(None for _ in range(8))
+        return dx.mul_(scale) if dx is not None else None, weight_grad, *(None for _ in range(9))
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), for a cap above 0."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _cap_(logits: Tensor, cap: float) -> Tensor:
+    """`soft_cap` in place; returns its slope 1 - tanh^2 at each of them."""
+    logits.div_(cap).tanh_()
+    slopes = 1.0 - logits.square()
+    logits.mul_(cap)
+    return slopes
 
 
 def _add_scaled(weight: nn.Parameter, dw: Tensor, scale: Tensor) -> None:
@@ -179,14 +196,15 @@ def linear_cross_entropy(
     queue: WeightGradQueue,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     kernels: Kernels | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
     """The scalar sum of mask * loss over all tokens, in at least float32, without ever holding all logits.
 
-    hidden [s, b, h], whole on every rank of `axis`; weight [vocab_local, h]; labels int64 and mask [s, b]. The gradient
-    of `hidden` is this rank's partial sum: enter the region with `collectives.enter_parallel`. rows [s, b]: receives
-    the loss of each token, 0 where the mask is.
+    hidden [s, b, h], whole on every rank of `axis`; weight [vocab_local, h]; labels int64 and mask [s, b]. With a
+    softcap c the loss is that of c tanh(logits / c). The gradient of `hidden` is this rank's partial sum: enter the
+    region with `collectives.enter_parallel`. rows [s, b]: receives the loss of each token, 0 where the mask is.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return _LinearCrossEntropy.apply(
@@ -200,4 +218,5 @@ def linear_cross_entropy(
         kernels if kernels is not None else Kernels(),
         torch.is_grad_enabled(),  # the function itself always runs without
         rows.view(-1) if rows is not None else None,
+        softcap,
     )

@@ -49,11 +49,17 @@ def loss_saved(head: ColumnParallelLinear, tokens: int, dtype: torch.dtype) -> S
     return Saved(held=size_of((tokens, head.in_features), dtype) + dw, work=dw)
 
 
-def logits_bytes(head: ColumnParallelLinear, tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The logits that `linear_cross_entropy` has at a time; off the CPU their probabilities beside them if wider."""
+def logits_bytes(
+    head: ColumnParallelLinear, tokens: int, dtype: torch.dtype, device: torch.device, *, is_capped: bool = False
+) -> int:
+    """The logits that `linear_cross_entropy` has at a time; off the CPU their probabilities beside them if wider.
+
+    Of capped ones the slopes of the cap, too.
+    """
     rows = min(tokens, VocabCut(head.out_features, head.axis).chunk_rows())
     beside = wide(dtype).itemsize if device.type != "cpu" and wide(dtype) != dtype else 0
-    return rows * head.weight.shape[0] * (dtype.itemsize + beside)
+    slopes = dtype.itemsize if is_capped else 0
+    return rows * head.weight.shape[0] * (dtype.itemsize + beside + slopes)
 
 
 def context_attention_saved(

@@ -52,7 +52,7 @@ def layer_matmul_parameters(model: ModelConfig, layer: int) -> int:
         operator = _latent_parameters(model)
     elif not model.is_attention_layer(layer):
         operator = 4 * model.hidden_size**2  # three into a short convolution, one out of it
-    matrices = 2 if model.name == "gpt2" else 3  # a gated feed-forward has a third one
+    matrices = 2 if model.name in ("gpt2", "gpt_neox") else 3  # a gated feed-forward has a third one
     if not model.is_moe_layer(layer):
         return operator + model.hidden_size * matrices * model.ffn_size
     width = model.top_k * model.expert_ffn_size + model.shared_ffn_hidden_size

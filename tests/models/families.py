@@ -46,6 +46,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**COMMON, "head_dim": 10, "sliding_window": 5},
     "qwen3": {**COMMON, "head_dim": 10, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "lfm2": {**COMMON, **LFM2, "block_multiple_of": 8},
+    "qwen2": {**COMMON, "num_attention_heads": 8, "head_dim": 6},
+    "phi3": {**COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.67},
+             "sliding_window": 6},
+    "smollm3": {**COMMON, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5},
+    "gemma2": {**COMMON, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 4,
+               "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma3_text": {
+        **COMMON, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 4, "final_logit_softcapping": 2.5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    },
+    "gpt_neox": {k: v for k, v in COMMON.items() if k != "num_key_value_heads"} | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.67},
+    },
+    "olmo2": {**COMMON},
+    "olmoe": {**COMMON, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 18},
     "mixtral": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "qwen3_moe": {
         **COMMON, **EXPERTS, "head_dim": 10, "mlp_only_layers": [1], "norm_topk_prob": True, "rope_parameters": YARN,
@@ -70,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """model_type -> its config."""
-TIED = ("gpt2", "lfm2", "lfm2_moe")
+TIED = ("gpt2", "lfm2", "lfm2_moe", "smollm3", "gemma2", "gemma3_text")
 """Whose defaults tie the embeddings; the others do not."""
 FAMILY_IDS = tuple(CONFIGS)
 

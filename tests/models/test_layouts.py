@@ -29,7 +29,21 @@ LFM2_MOE = dataclasses.replace(
     LFM2, num_experts=8, top_k=2, expert_ffn_hidden_size=16, moe_layers="from:2", router_score="sigmoid",
     router_norm_eps=1e-6, aux_loss="none", expert_bias=True, expert_bias_rate=0.02,
 )  # fmt: skip
-MODELS = {"qwen3": QWEN3, "lfm2": LFM2, "qwen3-moe": QWEN3_MOE, "lfm2-moe": LFM2_MOE}
+GEMMA2 = dataclasses.replace(
+    QWEN3, name="gemma2", tie_embeddings=True, window=9, window_layers="but_every:2", attention_softcap=3.0,
+    logit_softcap=2.0, hidden_dropout=0.1, z_loss=1e-3,
+)  # fmt: skip
+GEMMA3 = dataclasses.replace(
+    GEMMA2, name="gemma3", attention_softcap=0.0, logit_softcap=0.0, rope_local_theta=100.0, rope_layers="from:1"
+)
+OLMO2 = dataclasses.replace(QWEN3, name="olmo2", head_dim=6)
+NEOX = dataclasses.replace(
+    QWEN3, name="gpt_neox", num_kv_heads=4, head_dim=6, rope_percent=0.34, parallel_residual=True, hidden_dropout=0.1
+)
+MODELS = {
+    "qwen3": QWEN3, "lfm2": LFM2, "qwen3-moe": QWEN3_MOE, "lfm2-moe": LFM2_MOE, "gemma2": GEMMA2,
+    "gemma3": GEMMA3, "olmo2": OLMO2, "gpt_neox": NEOX,
+}  # fmt: skip
 
 COVER = [
     ("qwen3", "tp2+pp2:zb_h1+dp2"),
@@ -39,6 +53,10 @@ COVER = [
     ("qwen3-moe", "tp2+sp+ep2"),
     ("qwen3-moe", "pp2:zb_h1+ep2"),
     ("lfm2-moe", "tp2+sp+ep2+pp2:zb_h1+recompute:full"),
+    ("gemma2", "tp2+sp+pp2:zb_h1"),
+    ("gemma3", "cp2+pp2+recompute:full"),
+    ("olmo2", "tp4+recompute:full"),
+    ("gpt_neox", "tp2+sp+pp2v2:zb_v"),
 ]
 FULL = [
     ("qwen3", "tp2"),
@@ -46,6 +64,13 @@ FULL = [
     ("lfm2", "tp2+mbs4"),
     ("lfm2", "tp4+sp"),
     ("lfm2-moe", "tp2+ep2+mbs1"),
+    ("gemma2", "cp2+tp2"),
+    ("gemma2", "pp2+recompute:full"),
+    ("gemma3", "tp2+sp"),
+    ("olmo2", "tp2+sp+pp2:zb_h1"),
+    ("olmo2", "cp2:ulysses+tp2+sp"),
+    ("gpt_neox", "cp2+dp2"),
+    ("gpt_neox", "tp2+recompute:full"),
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 

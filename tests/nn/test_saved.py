@@ -34,6 +34,14 @@ SMALL["deepseek"] = replace(
     qk_rope_head_dim=4, v_head_dim=6, rope_interleaved=True,
 )  # fmt: skip
 SMALL["deepseek-direct"] = replace(SMALL["deepseek"], q_lora_rank=0, v_head_dim=13)
+SMALL["gemma2"] = replace(
+    SMALL["llama"], name="gemma2", window=5, window_layers="but_every:2", attention_softcap=9.0, logit_softcap=7.0
+)
+SMALL["gemma3"] = replace(SMALL["gemma2"], name="gemma3", attention_softcap=0.0, rope_local_theta=100.0)
+SMALL["olmo2"] = replace(SMALL["llama"], name="olmo2", rope_layers="from:1")
+SMALL["gpt_neox"] = replace(
+    SMALL["gpt2"], name="gpt_neox", parallel_residual=True, rope_percent=0.34, attention_dropout=0.0
+)
 EXACT = [name for name in SMALL if name not in ("moe-capacity", "moe-exact")]  # dropped choices depend on the data
 
 
@@ -42,7 +50,9 @@ def _rows(models: Sequence[str], telling: Sequence[str]) -> list[object]:
     return [name if name in telling else pytest.param(name, marks=pytest.mark.full) for name in models]
 
 
-@pytest.mark.parametrize("model", _rows(EXACT, ("llama", "gpt2", "moe", "sinks", "lfm2-moe", "deepseek")))
+@pytest.mark.parametrize(
+    "model", _rows(EXACT, ("llama", "gpt2", "moe", "sinks", "lfm2-moe", "deepseek", "gemma3", "olmo2", "gpt_neox"))
+)
 def test_layers_keep_what_they_declare(model: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     cases = [
@@ -71,7 +81,10 @@ def test_so_it_is_under_recompute(model: str) -> None:
             assert kept == declared, kind
 
 
-@pytest.mark.parametrize("model", _rows(EXACT, ("llama", "gpt2", "moe-bias", "lfm2-moe")))
+# The first linear of olmo2 keeps what enters the first layer, which is made before the count.
+@pytest.mark.parametrize(
+    "model", _rows([name for name in EXACT if name != "olmo2"], ("llama", "gpt2", "moe-bias", "lfm2-moe"))
+)
 def test_weight_gradients_that_are_put_off_keep_what_was_declared(model: str) -> None:
     for kind in ("none", "full", "selective:attention,mlp,norm"):
         kept, declared = kept_for_weights(SINGLE, Case(model=SMALL[model], recompute=kind, dtype=torch.bfloat16))

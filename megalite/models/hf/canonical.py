@@ -60,12 +60,16 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
 
 def _positions(model: ModelConfig) -> dict[str, Any]:
     """Rotary ones, or learned ones."""
-    names = [name for name in _names(ModelConfig) if name.startswith("rope_")]
+    names = [name for name in _names(ModelConfig) if name.startswith("rope_") and name != "rope_layers"]
     if model.name == "gpt2":
-        return _defaults(names)
-    found = _defaults(["max_positions"])
+        return _defaults([*names, "rope_layers"])
+    found = _defaults(["max_positions"]) | {"rope_layers": _numbers(model, model.turns)}
+    local = [] if _numbers(model, lambda layer: bool(model.window_of(layer))) else ["rope_local_theta"]
+    found |= _defaults(local)
     if model.rope_scaling in ("none", "linear"):
-        used = {"rope_theta", "rope_percent", "rope_scaling", "rope_factor", "rope_interleaved"}
+        used = {
+            "rope_theta", "rope_percent", "rope_scaling", "rope_factor", "rope_interleaved", "rope_local_theta",
+        }  # fmt: skip
         return found | _defaults([name for name in names if name not in used])
     if model.rope_scaling == "ntk":
         found["rope_length"] = model.rope.length

@@ -206,6 +206,22 @@ class Windows(Field):
         return found
 
 
+class Scale(Field):
+    """The factor on attention scores, given as what it is one over the root of."""
+
+    def __init__(self, key: str, *, default: float):
+        self.keys, self.default = (key,), default
+
+    def read(self, content: Content) -> dict[str, Any]:
+        """attention_scale."""
+        return {"attention_scale": content.get(self.keys[0], self.default) ** -0.5}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The number, whole if it was."""
+        exact = model.score_scale**-2
+        return {self.keys[0]: round(exact) if round(exact) ** -0.5 == model.score_scale else exact}
+
+
 class SparseLayers(Field):
     """Which layers hold experts: decoder_sparse_step and mlp_only_layers (Qwen)."""
 
@@ -252,18 +268,21 @@ def decoder(
     tied: bool = False,
     norm: str = "rms_norm_eps",
     width: bool = True,
+    kv_key: str | None = "num_key_value_heads",
 ) -> tuple[Field, ...]:
     """The sizes that nearly all configs name alike. eps, kv, head, tied: what a file means that leaves them out.
 
-    norm: the key of eps. width: whether intermediate_size is the width of the feed-forward layer.
+    norm: the key of eps. kv_key: that of KV heads, None where there are as many as others. width: whether
+    intermediate_size is the width of the feed-forward layer.
     """
+    heads = (Same(kv_key, "num_kv_heads", default=kv, of="kv_heads"),) if kv_key is not None else ()
     widths = (Needed("intermediate_size", "ffn_hidden_size", of="ffn_size"),) if width else ()
     return (
         Needed("vocab_size", "vocab_size"),
         Needed("hidden_size", "hidden_size"),
         Needed("num_hidden_layers", "num_layers"),
         Needed("num_attention_heads", "num_heads"),
-        Same("num_key_value_heads", "num_kv_heads", default=kv, of="kv_heads"),
+        *heads,
         Same("head_dim", "head_dim", default=head, of="head_size"),
         *widths,
         Same(norm, "norm_eps", default=eps),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.models.hf.fields import Content, Field, Refused
+from megalite.models.hf.fields import Content, Field, Layers, Refused
 from megalite.nn.config import ModelConfig
 
 _KINDS = {"default": "none", "linear": "linear", "dynamic": "ntk", "yarn": "yarn", "llama3": "llama3"}
@@ -24,13 +24,16 @@ _OF_KIND = {
 
 
 class Rope(Field):
-    """Base, share of a head and scaling. theta, percent: what a file means that leaves them out."""
+    """Base, share of a head and scaling. theta, percent: what a file means that leaves them out.
+
+    kinds: the scalings that the family has in transformers.
+    """
 
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
             "original_max_position_embeddings", "rope_interleaved")  # fmt: skip
 
-    def __init__(self, theta: float = 10000.0, percent: float = 1.0):
-        self.theta, self.percent = theta, percent
+    def __init__(self, theta: float = 10000.0, percent: float = 1.0, kinds: tuple[str, ...] = tuple(_KINDS)):
+        self.theta, self.percent, self.kinds = theta, percent, kinds
 
     def read(self, content: Content) -> dict[str, Any]:
         """The rope_ fields."""
@@ -54,8 +57,8 @@ class Rope(Field):
     def read_parameters(self, parameters: Mapping[str, Any], content: Content) -> dict[str, Any]:
         """The rope_ fields of one set of parameters."""
         kind = parameters["rope_type"]
-        if kind not in _KINDS:
-            raise Refused([f"rope_parameters.rope_type={kind!r}: there are {', '.join(_KINDS)}"])
+        if kind not in self.kinds:
+            raise Refused([f"rope_parameters.rope_type={kind!r}: here are {', '.join(self.kinds)}"])
         found: dict[str, Any] = {
             "rope_theta": float(parameters["rope_theta"]),
             "rope_percent": float(parameters["partial_rotary_factor"]),
@@ -95,3 +98,59 @@ class Rope(Field):
         if not model.rope_mscale or not model.rope_mscale_all_dim:  # a lone one means nothing
             kept = {key: value for key, value in kept.items() if key not in ("mscale", "mscale_all_dim")}
         return {"rope_type": kind, "rope_theta": model.rope_theta} | kept
+
+
+class TwoRopes(Rope):
+    """One set of parameters for layers with a window and one for the others (Gemma 3)."""
+
+    keys = (*Rope.keys, "rope_local_base_freq")
+
+    def __init__(self, theta: float, local: float):
+        super().__init__(theta)
+        self.local = local
+
+    def read(self, content: Content) -> dict[str, Any]:
+        """The rope_ fields."""
+        both = dict(content.get("rope_parameters") or {})
+        first = dict(content.get("rope_scaling") or {}) | dict(both.get("full_attention") or {})
+        local = {"rope_type": "default"} | dict(both.get("sliding_attention") or {})
+        if unknown := set(both) - {"full_attention", "sliding_attention"}:
+            raise Refused([f"rope_parameters: {', '.join(sorted(unknown))} is not understood"])
+        if local["rope_type"] != "default" or set(local) - {"rope_type", "rope_theta"}:
+            raise Refused([f"rope_parameters.sliding_attention={local}: layers with a window have no scaling"])
+        first.setdefault("rope_type", first.pop("type", "default"))
+        first.setdefault("rope_theta", content.get("rope_theta", self.theta))
+        found = self.read_parameters(first | {"partial_rotary_factor": 1.0}, content)
+        theta = local.get("rope_theta", content.get("rope_local_base_freq", self.local))
+        return found | {"rope_local_theta": float(theta)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both forms."""
+        first, theta = self.write_parameters(model), model.rope_local_theta or self.local
+        local = {"rope_type": "default", "rope_theta": theta}
+        found = {"rope_theta": model.rope_theta, "rope_local_base_freq": theta}
+        return {"rope_parameters": {"full_attention": first, "sliding_attention": local}} | found
+
+
+class RopeLayers(Field):
+    """Which layers have rotary positions (SmolLM3)."""
+
+    keys = ("no_rope_layers", "no_rope_layer_interval")
+
+    def read(self, content: Content) -> dict[str, Any]:
+        """rope_layers."""
+        num_layers = content["num_hidden_layers"]
+        turning = [layer for layer in range(num_layers) if has_rope(content, layer)]
+        if not turning:
+            raise Refused(["no_rope_layers: no layer has rotary positions"])
+        return {"rope_layers": Layers(num_layers=num_layers).pattern(lambda layer: layer in turning)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """1 where they are."""
+        return {"no_rope_layers": [int(model.turns(layer)) for layer in range(model.num_layers)]}
+
+
+def has_rope(content: Content, layer: int) -> bool:
+    """Whether a layer has rotary positions in SmolLM3."""
+    given = content.get("no_rope_layers")
+    return bool(given[layer]) if given is not None else (layer + 1) % content.get("no_rope_layer_interval", 4) != 0

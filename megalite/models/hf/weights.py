@@ -115,7 +115,8 @@ class Experts:
     stacked: str | None = None
 
 
-Table = Mapping[str, str | Place | Experts]
+Spot = str | Place | Experts
+Table = Mapping[str, Spot]
 """Our module (or tensor, where it is neither a weight nor a bias) -> its place; a str is a `Place`."""
 
 
