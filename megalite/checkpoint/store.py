@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -227,20 +227,21 @@ def load(
     optional: Sequence[str] = (),
     instead: Instead | None = None,
     apart: Sequence[str] = (),
+    frozen: Collection[str] = (),
 ) -> Manifest:
     """Loads the checkpoint in `folder` (a checkpoint, or a run whose latest is meant) into `tensors`, in place.
 
     As `load_latest`, but a checkpoint that is not there is an error. optional: kinds that it need not have (see
     `Manifest.kinds`); their tensors are then left as they are. instead: see `find`; a dtype may then be another. apart:
     patterns of global names, as in a shell, of tensors that may be here alone (and are then left as they are) or there
-    alone (and are then not read).
+    alone (and are then not read). frozen: global names of which the parameter alone is read, whatever there is beside.
     """
     what = f"cannot load {folder}"
     while True:
         place = on_first(mpu, what, lambda: find_checkpoint(folder))
         before = on_first(mpu, what, lambda place=place: _manifest_of(place))
         try:
-            return _load(folder_at(place), what, tensors, mpu, optional, instead, apart)
+            return _load(folder_at(place), what, tensors, mpu, optional, instead, apart, frozen)
         except CheckpointError:
             if not on_first(mpu, what, lambda place=place, before=before: _has_moved_on(folder, place, before)):
                 raise
@@ -255,6 +256,7 @@ def _load(
     optional: Sequence[str],
     instead: Instead | None,
     apart: Sequence[str],
+    frozen: Collection[str],
 ) -> Manifest:
     # Read once: a run may save the same step again in the meantime.
     manifest = on_first(mpu, what, lambda: _checked(place))
@@ -266,7 +268,8 @@ def _load(
         read_tensors(
             place, manifest, [(piece, overlap) for piece in pieces for overlap in find(manifest, piece, instead)]
         )
-        return {piece.key for piece in pieces}
+        beside = {key for key in manifest.tensors if _name(key) in frozen and not key.startswith("parameter/")}
+        return beside | {piece.key for piece in pieces}
 
     keys = set().union(*together(mpu, what, read))
     keys |= {key for key in manifest.tensors if _is_like(key, apart)}

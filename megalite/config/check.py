@@ -17,13 +17,14 @@ from megalite.kernels.registry import Traits, config_problems
 from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, RankGrid
 from megalite.nn.config import ModelConfig, rope_problems
+from megalite.parallel.shard import is_like, shard_of
 from megalite.pattern import is_pattern, pattern_problem
 from megalite.pipeline.lower import lower
 from megalite.pipeline.measured import TRACE
 from megalite.pipeline.partition import partition
 from megalite.pipeline.plan import Plan, PlanError
 from megalite.pipeline.schedule import SCHEDULES, min_chunks
-from megalite.train.build import plan_of
+from megalite.train.build import describe_model, plan_of
 from megalite.train.distributed import device_type
 from megalite.train.stages import MEASURED, stage_layers, trace_of
 
@@ -48,6 +49,7 @@ def check(config: Config, world_size: int) -> None:
             *config.optim.problems(),
             *_precision_problems(config),
             *_recompute_problems(config),
+            *_frozen_problems(config),
             *config.checkpoint.problems(),
         ]
     if problems:
@@ -93,6 +95,23 @@ def _recompute_problems(config: Config) -> list[str]:
             " one out"
         ]
     return []
+
+
+def _frozen_problems(config: Config) -> list[str]:
+    """Whether what is frozen is there, and something learns."""
+    if not config.train.freeze or _model_problems(config.model) or moe_problems(config):
+        return []
+    model = describe_model(config)
+    frozen, parameters = config.train.freeze, list(model.parameters())
+    found = [
+        f"train.freeze={pattern}: no parameter has such a name; they look like"
+        f" {', '.join(shard_of(p).name for p in (parameters[0], parameters[len(parameters) // 2], parameters[-1]))}"
+        for pattern in frozen
+        if not any(is_like(p, [pattern]) for p in parameters)
+    ]
+    if not any(p.requires_grad for p in parameters):
+        found.append(f"train.freeze={', '.join(frozen)} freezes every parameter: nothing would learn")
+    return found
 
 
 def _zero_problems(parallel: ParallelConfig) -> list[str]:

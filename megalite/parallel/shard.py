@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -211,6 +212,19 @@ def name_parameters(module: nn.Module, prefix: str = "") -> None:
             set_shard(tensor, Shard(name, tuple(tensor.shape), decay=tensor.dim() > 1))
         else:
             set_shard(tensor, replace(shard_of(tensor), name=name))
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Parameters in `module` whose global name is like one of `patterns` do not learn; a tied one has one name."""
+    for parameter in module.parameters():
+        if is_like(parameter, patterns):
+            parameter.requires_grad_(False)
+
+
+def is_like(parameter: Tensor, patterns: Sequence[str]) -> bool:
+    """Whether a parameter's global name, or that of what it is tied to, is like one of `patterns`, as in a shell."""
+    shard = shard_of(parameter)
+    return any(fnmatchcase(shard.tied_to or shard.name, pattern) for pattern in patterns)
 
 
 def mark_copies(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.scaler import LossScaler
 from megalite.parallel.data import DataParallel, Fresh, Unit
 from megalite.parallel.random import initialize, initialize_held
-from megalite.parallel.shard import mark_copies, materialize, materialize_buffers, name_parameters
+from megalite.parallel.shard import freeze, mark_copies, materialize, materialize_buffers, name_parameters
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.plan import Plan
 from megalite.pipeline.schedule import make_plan
@@ -54,6 +54,7 @@ def build_stages(
         index = plan.model_stage(number)
         stage = stages[number] = describe_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
         name_parameters(stage)
+        freeze(stage, config.train.freeze)
         materialize_buffers(stage, device, config.train.dtype)
         initialize_held([stage], (), config.train.seed)
         if number != index:
@@ -80,6 +81,15 @@ def build_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: t
     materialize(stage, device, config.train.dtype)
     initialize(stage, config.train.seed)
     return stage
+
+
+def describe_model(config: Sections) -> Transformer:
+    """The whole model of one rank on the meta device, its parameters named and frozen as in a run."""
+    spec, nowhere = StageSpec(0, 1, range(config.model.num_layers)), torch.device("meta")
+    model = describe_stage(config, ParallelState.single(), spec, nowhere)
+    name_parameters(model)
+    freeze(model, config.train.freeze)
+    return model
 
 
 def describe_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: torch.device) -> Transformer:

@@ -17,7 +17,7 @@ from megalite.checkpoint.store import Retention
 from megalite.checkpoint.stored import WEIGHTS
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import MASTER
-from megalite.parallel.shard import Shard, buffer_tensors
+from megalite.parallel.shard import Shard, buffer_tensors, shard_of
 from megalite.train.resume import (
     Origin,
     ResumeError,
@@ -112,13 +112,16 @@ class RunCheckpoints:
     def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
         optimizer = self._training.optimizer
         tensors, allow = state_tensors(self._training), self._config.checkpoint.allow
+        frozen = _frozen_names(self._training)
         apart = [names for setting, names in _PARTS.items() if is_allowed(setting, allow)]
         if is_allowed("train.precision", allow):
             optional = [kind for kind in optional if kind != MASTER]  # weights are there, in some precision
-            manifest = store.load(path, tensors, self._mpu, optional=optional, instead=_SAME_VALUES, apart=apart)
+            manifest = store.load(
+                path, tensors, self._mpu, optional=optional, instead=_SAME_VALUES, apart=apart, frozen=frozen
+            )
         else:
             # Masters may be new: a run without them (optim.master_weights=none) has kept the weights alone.
-            manifest = store.load(path, tensors, self._mpu, optional=[MASTER, *optional], apart=apart)
+            manifest = store.load(path, tensors, self._mpu, optional=[MASTER, *optional], apart=apart, frozen=frozen)
             if MASTER not in manifest.kinds:
                 optimizer.refresh_master()
         updates = manifest.state.get("updates")
@@ -152,6 +155,12 @@ class RunCheckpoints:
     @property
     def _mpu(self) -> ParallelState:
         return self._training.mpu
+
+
+def _frozen_names(training: Training) -> set[str]:
+    parts = training.data_parallels.values()
+    shards = [shard_of(p) for part in parts for p in part.parameters if not p.requires_grad]
+    return {shard.tied_to or shard.name for shard in shards}
 
 
 def state_tensors(training: Training) -> Tensors:

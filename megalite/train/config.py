@@ -50,6 +50,9 @@ class TrainConfig:
     resume: str = "none"
     """Continue a run: none (a non-empty run folder is refused), auto (its latest checkpoint if there is one),
     or a checkpoint folder."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that do not learn: patterns of their names as in a shell (embedding.*, layers.0.*). They have neither
+    gradients nor optimizer state, and stay whole under ZeRO."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes CUDA when it is there."""
     log_every: int = 1

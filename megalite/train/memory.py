@@ -125,6 +125,8 @@ def _of_rank(
     units = [_adopted(stage.units(), mpu, fresh) for stage in stages.values()]
     memories = {number: _stage_memory(config, number, stage, device, load) for number, stage in stages.items()}
     buckets = [bucket for stage in units for unit in stage for bucket in unit.buckets]
+    state = state_bytes(config, buckets)
+    state["parameters"] += _frozen_bytes(units)
     actions = plan.actions[mpu.pp.rank]
     transient = _Transient(units, config, device, actions)
     walk = _Walk(
@@ -137,7 +139,7 @@ def _of_rank(
     return RankMemory(
         pp_rank=mpu.pp.rank,
         stages=tuple(replace(memory, peak=walk.most_alive[number]) for number, memory in memories.items()),
-        kinds=dict.fromkeys(KINDS, 0) | state_bytes(config, buckets) | walk.peak.kinds | transient.most(),
+        kinds=dict.fromkeys(KINDS, 0) | state | walk.peak.kinds | transient.most(),
         peak_action=str(walk.peak.action),
         settled=settled,
     )
@@ -202,6 +204,12 @@ def state_bytes(config: Sections, buckets: Sequence[Bucket]) -> dict[str, int]:
         for kind, size in state.items():
             found[kind] += size
     return found
+
+
+def _frozen_bytes(units: Sequence[Sequence[_Held]]) -> int:
+    """Bytes of the parameters that do not learn: they are in no bucket."""
+    held = {p for of_stage in units for unit in of_stage for p in unit.unit.parameters if not p.requires_grad}
+    return sum(parameter.nbytes for parameter in held)
 
 
 def _moments_of(segment: Segment, optim: OptimConfig) -> int:

@@ -106,7 +106,7 @@ def identity(config: ResumeSections) -> dict[str, Any]:
     found["data.blend"] = parse_blend(config.data.blend, config.data.paths).identity  # its paths may move
     train = {
         f"train.{name}": getattr(config.train, name)
-        for name in ("seed", "global_batch_size", "batch_ramp", "precision")
+        for name in ("seed", "global_batch_size", "batch_ramp", "precision", "freeze")
     }
     return json.loads(json.dumps(train | found))
 
@@ -123,7 +123,8 @@ def same_run(config: ResumeSections, manifest: Manifest, path: Path | str) -> li
     stored = manifest.state.get("config")
     if not isinstance(stored, dict):
         raise ResumeError(f"{path} does not say what its run was configured as: it is not of a training run")
-    unknown = {"train.precision": config.train.precision}  # of older checkpoints: their dtypes tell
+    # Of older checkpoints: their dtypes tell the precision, and everything learnt.
+    unknown = {"train.precision": config.train.precision, "train.freeze": []}
     there, here = _defaults(config) | unknown | stored, identity(config)
     if same_until(there["data.blend"], here["data.blend"], manifest.step):
         there["data.blend"] = here["data.blend"]
