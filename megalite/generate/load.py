@@ -21,7 +21,8 @@ from megalite.config.load import from_dict
 from megalite.data.build import build_datasets
 from megalite.data.config import DataConfig
 from megalite.generate.words import Words, hugging_face_words
-from megalite.kernels.inference import for_inference
+from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.inference import for_few_rows, for_inference
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
@@ -201,6 +202,8 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     of the run on a GPU, and float32 on a CPU, from the masters where there are any.
     """
     config = inference_config(source, mpu.config, precision, device)
+    if device.type == "cpu":
+        set_up_cpu(config)
     kernels = for_inference(kernels_of(config, device), device)
     with torch.device("meta"):
         stage = MODELS[config.model.name](config.model, mpu, _stage_spec(config.model, mpu), kernels=kernels)
@@ -217,16 +220,26 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     return Loaded(stage=frozen(stage), step=manifest.step)
 
 
+def set_up_cpu(config: Config) -> None:
+    """Sets this process up as a run does."""
+    if config.train.precision != "fp64":
+        set_fp32_gemm(config.kernels.fp32_gemm)
+    if config.kernels.malloc_tuning:
+        tune_malloc()
+
+
 def _load_hugging_face(weights: Path | str, tensors: Tensors) -> None:
     with HFFolder(weights) as folder, torch.no_grad():
         load_weights(import_model(folder), tensors)
 
 
 def frozen(stage: Transformer) -> Transformer:
-    """The stage itself, for inference from now on."""
+    """The stage itself, for inference from now on: its parameters stay where they are, laid out for few rows."""
     for module in stage.modules():
         if isinstance(module, FusedColumnParallelLinear):
-            module.freeze()
+            module.freeze(for_few_rows)
+    if stage.head is not None and not stage.config.tie_embeddings:  # an embedding is read by rows
+        stage.head.weight.data = for_few_rows(stage.head.weight.data)
     return stage.eval().requires_grad_(False)
 
 
