@@ -4,9 +4,9 @@
     python tools/evaluate.py runs/demo --data data/valid --json found.json
     torchrun --nproc-per-node 4 tools/evaluate.py runs/x --layout tp2+pp2 --text texts.jsonl
 
-SRC is a run folder, whose latest checkpoint is meant, or a checkpoint; of any layout. A text file is one document, a
-line of a .jsonl file is one, and so is each of a token file. Every token counts once, the first one of a document after
-an end of document. The exit status is 0, or 1 with a line that says what was wrong.
+SRC is a run folder, whose latest checkpoint is meant, a checkpoint, or a folder of Hugging Face. A text file is one
+document, a line of a .jsonl file is one, and so is each of a token file. Every token counts once, the first one of a
+document after an end of document. The exit status is 0, or 1 with a line that says what was wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megalite.data.tokenizer import Tokenizer
 from megalite.files import replace_json
 from megalite.generate.command import ModelArguments, asked_layout, context_of, run_command, too_small
-from megalite.generate.load import LoadError, Source, find_tokenizer, load_stage, read_source
+from megalite.generate.load import LoadError, Source, find_words, load_stage, read_source
 from megalite.generate.perplexity import (
     Document,
     Perplexity,
@@ -38,6 +37,7 @@ from megalite.generate.perplexity import (
     indexed_documents,
     text_documents,
 )
+from megalite.generate.words import Words
 from megalite.mpu import ParallelState
 
 
@@ -72,15 +72,15 @@ def usage_errors(args: Arguments) -> list[str]:
     return found
 
 
-def read_documents(args: Arguments, tokenizer: Tokenizer | None) -> list[Document]:
+def read_documents(args: Arguments, words: Words | None) -> list[Document]:
     """All documents of all files; ValueError or OSError that names the file."""
     found: list[Document] = []
     for path in args.text:
-        if tokenizer is None:
+        if words is None:
             raise LoadError(f"--text {path}: a text needs a tokenizer; name it with --tokenizer")
-        found += text_documents(path, tokenizer, args.text_key)[: args.num_documents]
+        found += text_documents(path, words, args.text_key)[: args.num_documents]
     for prefix in args.data:
-        found += indexed_documents(prefix, tokenizer, args.num_documents)
+        found += indexed_documents(prefix, words, args.num_documents)
     if not any(document.num_scored for document in found):
         raise ValueError(f"{', '.join((*args.text, *args.data))}: there is no token to predict")
     return found
@@ -89,7 +89,7 @@ def read_documents(args: Arguments, tokenizer: Tokenizer | None) -> list[Documen
 def run(args: Arguments, mpu: ParallelState, device: torch.device) -> None:
     """Evaluates on this rank's part of the model; the first rank prints."""
     source = read_source(args.src, mpu)
-    documents = read_documents(args, _tokenizer(source, args))
+    documents = read_documents(args, _words(source, args))
     context = context_of(args, source)
     stride = min(args.stride or context, context)
     loaded = load_stage(source, mpu, device, args.dtype)
@@ -110,10 +110,10 @@ def run(args: Arguments, mpu: ParallelState, device: torch.device) -> None:
         replace_json(args.json, result)
 
 
-def _tokenizer(source: Source, args: Arguments) -> Tokenizer | None:
-    """That of the model; None where only token files are read and it is not known."""
+def _words(source: Source, args: Arguments) -> Words | None:
+    """Those of the model; None where only token files are read and they are not known."""
     try:
-        return find_tokenizer(source, args.tokenizer)
+        return find_words(source, args.tokenizer)
     except LoadError:
         if args.text:
             raise

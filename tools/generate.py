@@ -4,8 +4,8 @@
     python tools/generate.py runs/demo/checkpoints/step_00000100 --prompt-file prompts.txt --json
     torchrun --nproc-per-node 4 tools/generate.py runs/x --layout tp2+pp2 --prompt 'The'
 
-SRC is a run folder, whose latest checkpoint is meant, or a checkpoint; of any layout. The exit status is 0, or 1 with a
-line that says what was wrong.
+SRC is a run folder, whose latest checkpoint is meant, or a checkpoint, of any layout; or a folder of Hugging Face. The
+exit status is 0, or 1 with a line that says what was wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tyro
 from megalite.checkpoint.agree import on_first
 from megalite.generate.command import ModelArguments, asked_layout, context_of, run_command, too_small
 from megalite.generate.generator import Generator
-from megalite.generate.load import find_tokenizer, inference_layout, load_stage, read_source
+from megalite.generate.load import find_words, inference_layout, load_stage, read_source
 from megalite.generate.row import Stop
 from megalite.generate.sampling import Sampling
 from megalite.mpu import ParallelConfig, ParallelState
@@ -120,7 +120,7 @@ def run(args: Arguments, mpu: ParallelState, device: torch.device) -> None:
     """Loads the model on this rank and prints, on the first, every prompt with its continuation."""
     speaks = mpu.world.is_first
     source = read_source(args.src, mpu)
-    tokenizer = find_tokenizer(source, args.tokenizer)
+    words = find_words(source, args.tokenizer)
     # Standard input and files are read by the first rank alone.
     prompts = on_first(mpu, "no prompts", lambda: read_prompts(args))
     loaded = load_stage(source, mpu, device, args.dtype)
@@ -130,15 +130,14 @@ def run(args: Arguments, mpu: ParallelState, device: torch.device) -> None:
     printer = Printer(prompts) if speaks and not args.json else None
     stop = Stop(
         max_new_tokens=args.max_new_tokens,
-        tokens=() if args.ignore_eod else (tokenizer.eod,),
+        tokens=() if args.ignore_eod else words.ends,
         strings=args.stop,
     )
     for begin in range(0, len(prompts), args.batch_size):
         texts = prompts[begin : begin + args.batch_size]
-        # An empty prompt begins a document, as the end of another one does.
-        ids = [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
+        ids = [words.prompt(text) for text in texts]
         numbers = range(begin, begin + len(texts))
-        found = generator.generate(ids, args, stop, numbers=numbers, tokenizer=tokenizer, on_text=printer)
+        found = generator.generate(ids, args, stop, numbers=numbers, tokenizer=words.tokenizer, on_text=printer)
         for text, completion in zip(texts, found, strict=True):
             if speaks and args.json:
                 print(json.dumps({"prompt": text} | dataclasses.asdict(completion)), flush=True)

@@ -111,6 +111,12 @@ class HuggingFaceTokenizer:
         """The text of `ids`."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The special tokens that the file says come before every text; `encode` leaves them out."""
+        found = self._backend.encode("", add_special_tokens=True).ids
+        return tuple(found[: found.index(self.eod)] if self.eod in found[1:] else found)
+
     def token(self, number: int) -> str:
         """How an id is written."""
         return self._backend.id_to_token(number)

@@ -26,7 +26,7 @@ class ModelArguments:
     """A trained model, and where it runs."""
 
     src: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SRC")]
-    """Run folder or checkpoint."""
+    """Run folder, checkpoint, or folder of Hugging Face."""
     layout: str | None = None
     """How the model is cut over the ranks of torchrun: tp2+pp2, ep2, ...; by default tp over all."""
     dtype: Precision = "auto"
@@ -42,7 +42,9 @@ class ModelArguments:
         """What is wrong with these arguments, found before any work."""
         found = []
         if not Path(self.src).exists() and "://" not in self.src:
-            found.append(f"{self.src} does not exist; it should be a run folder or a checkpoint")
+            found.append(
+                f"{self.src} does not exist; it should be a run folder, a checkpoint, or a folder of Hugging Face"
+            )
         if self.device not in ("auto", "cpu", "cuda"):
             found.append(f"--device={self.device} must be cpu, cuda or auto")
         return found + too_small(self, "context")

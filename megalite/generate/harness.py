@@ -12,7 +12,7 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 
 from megalite.generate.command import ModelArguments, asked_layout, context_of
 from megalite.generate.generator import Generator
-from megalite.generate.load import find_tokenizer, inference_layout, load_stage, read_source
+from megalite.generate.load import find_words, inference_layout, load_stage, read_source
 from megalite.generate.row import Stop
 from megalite.generate.sampling import Sampling
 from megalite.generate.score import Score, score
@@ -58,7 +58,8 @@ class MegaliteLM(LM):
         given = str(batch_size)
         self._batch_size = int(given) if given.isdigit() else 8  # "auto" and None
         source = read_source(src, self._mpu)
-        self.tokenizer, self._name = find_tokenizer(source, tokenizer), source.path
+        self.words, self._name = find_words(source, tokenizer), source.path
+        self.tokenizer = self.words.tokenizer
         self.context = context_of(arguments, source)
         self._stage = load_stage(source, self._mpu, self._device, arguments.dtype).stage
         self._generator = Generator(self._stage, self._mpu, self._device, context=self.context)
@@ -83,7 +84,7 @@ class MegaliteLM(LM):
         rows: list[Window] = []
         counts = []
         for request in requests:
-            tokens = np.array([self.tokenizer.eod, *self.tokenizer.encode(request.args[0])], dtype=np.int64)
+            tokens = np.array(self.words.document(request.args[0]), dtype=np.int64)
             of_text = list(windows(tokens, self.context, self.context))
             rows += of_text
             counts.append(len(of_text))
@@ -119,8 +120,8 @@ class MegaliteLM(LM):
             top_p=float(settings.get("top_p", 1.0)),
         )
         room = max(1, self.context - most)
-        prompts = [(self.tokenizer.encode(request.args[0]) or [self.tokenizer.eod])[-room:] for request in requests]
-        stop = Stop(max_new_tokens=most, tokens=(self.tokenizer.eod,), strings=strings)
+        prompts = [self.words.prompt(request.args[0])[-room:] for request in requests]
+        stop = Stop(max_new_tokens=most, tokens=self.words.ends, strings=strings)
         rows = self._generator.generate(prompts, sampling, stop, numbers=numbers, tokenizer=self.tokenizer)
         for i, row in zip(numbers, rows, strict=True):
             found[i] = row.text or ""
@@ -134,7 +135,8 @@ class MegaliteLM(LM):
         context, continuation = stripped, context[len(stripped) :] + continuation
         before = self.tokenizer.encode(context)
         after = self.tokenizer.encode(context + continuation)[len(before) :]
-        whole = np.array([*(before or [self.tokenizer.eod]), *after], dtype=np.int64)[-(self.context + 1) :]
+        first = self.words.prefix if before else self.words.beginning
+        whole = np.array([*first, *before, *after], dtype=np.int64)[-(self.context + 1) :]
         return Window(whole, min(len(after), len(whole) - 1))
 
     def _score(self, rows: Sequence[Window]) -> list[Score]:

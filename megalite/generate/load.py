@@ -1,4 +1,4 @@
-"""A trained model for inference, on any layout: from a run folder, or from a checkpoint of any layout."""
+"""A trained model for inference, on any layout: from a run folder, a checkpoint of any layout, or Hugging Face's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import Any, Literal
 import torch
 
 from megalite.checkpoint import store
-from megalite.checkpoint.agree import on_first
-from megalite.checkpoint.folder import folder_at
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.agree import on_first, together
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.folder import MANIFEST, folder_at
+from megalite.checkpoint.hf import CONFIG, HFFolder, read_json
+from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.config import Config, load_config
 from megalite.config.load import from_dict
 from megalite.data.build import build_datasets
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.kernels.inference import for_inference
+from megalite.data.config import DataConfig
+from megalite.generate.words import Words, hugging_face_words
+from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.inference import for_few_rows, for_inference
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
@@ -27,10 +31,15 @@ from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import buffer_tensors, materialize, name_parameters, shard_of
 from megalite.parallel.tensor import FusedColumnParallelLinear
 from megalite.train.build import kernels_of, plan_of
+from megalite.train.config import TrainConfig
+from megalite.train.hf import KEPT, import_model, load_weights, read_model
 from megalite.train.stages import stage_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 
+_PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16", "fp64"]] = {
+    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64",
+}  # fmt: skip
 _SAME_VALUES = {"parameter": (MASTER,)}
 
 
@@ -47,9 +56,11 @@ class Source:
     config: Config
     """Sections model and data say what it is."""
     weights: Path | str
-    """The folder of the checkpoint."""
+    """The folder of the checkpoint, or of Hugging Face's files."""
     home: Path | None = None
     """The run folder, where it is known."""
+    hugging_face: bool = False
+    """Whether the weights are Hugging Face's."""
 
     @property
     def context(self) -> int:
@@ -66,7 +77,10 @@ class Loaded:
 
 
 def find_source(path: str | Path) -> Source:
-    """What `path` is: a run folder, or a checkpoint; raises LoadError, or CheckpointError where one is broken."""
+    """What `path` is: a run folder, a checkpoint, or a folder of Hugging Face.
+
+    Raises LoadError, or CheckpointError where one is broken.
+    """
     run = Path(path)
     if (run / "config.yaml").is_file():
         found = store.latest(run)
@@ -76,12 +90,30 @@ def find_source(path: str | Path) -> Source:
         if found is None:
             raise LoadError(f"{path} has no checkpoint yet")
         return Source(path=str(path), config=config, weights=found, home=run)
-    weights = store.find_checkpoint(path)
+    if folder_at(path).size(CONFIG) is not None and folder_at(path).size(MANIFEST) is None:
+        return _hugging_face(path)
+    try:
+        weights = store.find_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, nor a folder of Hugging Face ({CONFIG})") from error
     run = Path(weights).parent.parent if isinstance(weights, Path) else None
     if run is not None and (run / "config.yaml").is_file():
         config = load_config(["--config", str(run / "config.yaml")])
         return Source(path=str(path), config=config, weights=weights, home=run)
     return Source(path=str(path), config=_stored_config(weights), weights=weights)
+
+
+def _hugging_face(path: str | Path) -> Source:
+    """A folder of Hugging Face, which need not be imported first."""
+    content = read_json(folder_at(path), CONFIG)
+    length = content.get("max_position_embeddings", content.get("n_positions"))
+    dtype = content.get("dtype", content.get("torch_dtype"))
+    config = Config(
+        model=read_model(path),
+        data=DataConfig(seq_len=length if type(length) is int else DataConfig().seq_len),
+        train=TrainConfig(precision=_PRECISIONS.get(str(dtype), "fp32")),
+    )
+    return Source(path=str(path), config=config, weights=path, hugging_face=True)
 
 
 def _stored_config(weights: Path | str) -> Config:
@@ -97,21 +129,32 @@ def _stored_config(weights: Path | str) -> Config:
     return from_dict(sections)
 
 
-def find_tokenizer(source: Source, name: str | None = None) -> Tokenizer:
-    """The tokenizer called `name` (see `load_tokenizer`), or that of the data that the model was trained on."""
+def find_words(source: Source, name: str | None = None) -> Words:
+    """The tokenizer called `name` (see `load_tokenizer`), or that which the model was trained with."""
     if name is not None:
-        return load_tokenizer(name)
-    config = source.config
-    if config.data.tokenizer:
-        return load_tokenizer(config.data.tokenizer)
-    found = None
-    if source.home is not None:
-        found = build_datasets(
-            config.data, seed=config.train.seed, num_samples=None, vocab_size=config.model.vocab_size
-        ).tokenizer
+        return Words.named(name)
+    if source.hugging_face:
+        found = hugging_face_words(source.weights)
+    elif source.config.data.tokenizer:
+        return Words.named(source.config.data.tokenizer)
+    else:
+        found = _words_of_run(source)
     if found is None:
         raise LoadError(f"{source.path} does not say which tokenizer its tokens are of; name it with --tokenizer")
     return found
+
+
+def _words_of_run(source: Source) -> Words | None:
+    """Those of a run's data, or of the folder of Hugging Face that it was imported from."""
+    if source.home is None:
+        return None
+    config = source.config
+    if not config.data.paths and (source.home / KEPT).is_dir():
+        return hugging_face_words(source.home / KEPT)
+    tokenizer = build_datasets(
+        config.data, seed=config.train.seed, num_samples=None, vocab_size=config.model.vocab_size
+    ).tokenizer
+    return Words.of(tokenizer) if tokenizer is not None else None
 
 
 def inference_layout(parallel: ParallelConfig, num_ranks: int) -> ParallelConfig:
@@ -132,7 +175,7 @@ def inference_layout(parallel: ParallelConfig, num_ranks: int) -> ParallelConfig
 
 
 def inference_config(source: Source, parallel: ParallelConfig, precision: Precision, device: torch.device) -> Config:
-    """The configuration of the same model for inference: no expert is ever full, and nothing is recomputed."""
+    """The same model for inference: no expert is ever full, and layers of multi-token prediction are left out."""
     config = source.config
     if config.model.routing == "expert_choice":
         raise LoadError(
@@ -144,7 +187,7 @@ def inference_config(source: Source, parallel: ParallelConfig, precision: Precis
         if device.type == "cpu" and precision != "fp64":
             precision = "fp32"
     model = dataclasses.replace(
-        config.model, capacity_factor=0.0, pad_to_capacity=False, label_smoothing=0.0, z_loss=0.0
+        config.model, capacity_factor=0.0, pad_to_capacity=False, label_smoothing=0.0, z_loss=0.0, mtp_layers=0
     )
     # torch.compile would compile anew for every number of rows.
     kernels = dataclasses.replace(config.kernels, compile=False, backend="auto", attention="auto", grouped="auto")
@@ -159,6 +202,8 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     of the run on a GPU, and float32 on a CPU, from the masters where there are any.
     """
     config = inference_config(source, mpu.config, precision, device)
+    if device.type == "cpu":
+        set_up_cpu(config)
     kernels = for_inference(kernels_of(config, device), device)
     with torch.device("meta"):
         stage = MODELS[config.model.name](config.model, mpu, _stage_spec(config.model, mpu), kernels=kernels)
@@ -166,15 +211,35 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     materialize(stage, device, config.train.dtype)
     weights = [(shard_of(parameter), parameter.data) for parameter in stage.parameters()]
     tensors = {"parameter": weights} | buffer_tensors(stage)
-    manifest = store.load(source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES)
+    if source.hugging_face:
+        together(mpu, f"cannot load {source.path}", lambda: _load_hugging_face(source.weights, tensors))
+        return Loaded(stage=frozen(stage), step=0)
+    manifest = store.load(
+        source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES, apart=("mtp.*",)
+    )  # fmt: skip
     return Loaded(stage=frozen(stage), step=manifest.step)
 
 
+def set_up_cpu(config: Config) -> None:
+    """Sets this process up as a run does."""
+    if config.train.precision != "fp64":
+        set_fp32_gemm(config.kernels.fp32_gemm)
+    if config.kernels.malloc_tuning:
+        tune_malloc()
+
+
+def _load_hugging_face(weights: Path | str, tensors: Tensors) -> None:
+    with HFFolder(weights) as folder, torch.no_grad():
+        load_weights(import_model(folder), tensors)
+
+
 def frozen(stage: Transformer) -> Transformer:
-    """The stage itself, for inference from now on."""
+    """The stage itself, for inference from now on: its parameters stay where they are, laid out for few rows."""
     for module in stage.modules():
         if isinstance(module, FusedColumnParallelLinear):
-            module.freeze()
+            module.freeze(for_few_rows)
+    if stage.head is not None and not stage.config.tie_embeddings:  # an embedding is read by rows
+        stage.head.weight.data = for_few_rows(stage.head.weight.data)
     return stage.eval().requires_grad_(False)
 
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from megalite.data.indexed import IndexedDataset
-from megalite.data.tokenizer import Tokenizer
 from megalite.generate.windows import micro_batch, of_similar_length, windows
+from megalite.generate.words import Words
 from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.pipeline.executor import Executor
@@ -67,8 +67,8 @@ class Perplexity:
         return self.nats / math.log(2.0) / self.bytes if self.bytes else None
 
 
-def text_documents(path: str | Path, tokenizer: Tokenizer, key: str = "text") -> list[Document]:
-    """A file as one document, or of a .jsonl file each line's field `key`; each after an end of document."""
+def text_documents(path: str | Path, words: Words, key: str = "text") -> list[Document]:
+    """A file as one document, or of a .jsonl file each line's field `key`; each after what comes before a text."""
     content = Path(path).read_text(encoding="utf-8")
     texts = [content]
     if str(path).endswith(".jsonl"):
@@ -76,22 +76,20 @@ def text_documents(path: str | Path, tokenizer: Tokenizer, key: str = "text") ->
             texts = [str(json.loads(line)[key]) for line in content.splitlines() if line.strip()]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: every line should be an object with a field {key!r} ({error})") from error
-    encoded = ((text, [tokenizer.eod, *tokenizer.encode(text)]) for text in texts if text)
+    encoded = ((text, words.document(text)) for text in texts if text)
     return [Document(np.array(ids, dtype=np.int64), len(text.encode())) for text, ids in encoded]
 
 
-def indexed_documents(
-    prefix: str | Path, tokenizer: Tokenizer | None, num_documents: int | None = None
-) -> list[Document]:
-    """The documents of a token file, each after an end of document (without a tokenizer: its first token is given)."""
+def indexed_documents(prefix: str | Path, words: Words | None, num_documents: int | None = None) -> list[Document]:
+    """The documents of a token file, each after an end of document (without words: its first token is given)."""
     dataset, found = IndexedDataset(prefix), list[Document]()
     for begin, end in islice(pairwise(dataset.document_index.tolist()), num_documents):
         parts = [np.asarray(dataset[i], dtype=np.int64) for i in range(begin, end)]
         tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         num_bytes = None
-        if tokenizer is not None:
-            num_bytes = len(tokenizer.decode(tokens.tolist()).encode())
-            tokens = np.concatenate(([tokenizer.eod], tokens))
+        if words is not None:
+            num_bytes = len(words.tokenizer.decode(tokens.tolist()).encode())
+            tokens = np.concatenate(([words.tokenizer.eod], tokens))
         if len(tokens) > 1:
             found.append(Document(tokens, num_bytes))
     return found

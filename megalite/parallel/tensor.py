@@ -237,11 +237,17 @@ class FusedColumnParallelLinear(ShardedModule):
         self._names = list(parts)
         self._frozen: tuple[Tensor, Tensor | None] | None = None
 
-    def freeze(self) -> None:
-        """For inference: looks up the parts side by side now, once. They may not move in memory any more."""
+    def freeze(self, laid_out: Callable[[Tensor], Tensor] = lambda weight: weight) -> None:
+        """For inference: looks up the parts side by side now, once. They may not move in memory any more.
+
+        laid_out: gives the whole matrix a layout in memory, of which the parts become views.
+        """
         parts = [self.part(name) for name in self._names]
         biases = [part.bias for part in parts if part.bias is not None]
-        self._frozen = _fused([part.weight.data for part in parts]), _fused(biases).data if biases else None
+        whole = laid_out(_fused([part.weight for part in parts]).data)
+        for part, rows in zip(parts, whole.split(self.sizes), strict=True):
+            part.weight.data = rows
+        self._frozen = whole, _fused(biases).data if biases else None
 
     def part(self, name: str) -> _Part:
         """The holder of one part's weight and bias."""

@@ -7,6 +7,7 @@ import torch
 
 from megalite.data.tokenizer import ByteTokenizer
 from megalite.generate.generator import Generator
+from megalite.generate.load import frozen
 from megalite.generate.row import Stop
 from megalite.generate.sampling import Sampling, choose
 from megalite.models.transformer import Transformer
@@ -102,3 +103,14 @@ def test_text_and_stop_strings() -> None:
     assert text is not None
     (stopped,) = gen.generate(PROMPTS[:1], SAMPLED, Stop(max_new_tokens=12, strings=(text[5:8],)), tokenizer=tokenizer)
     assert stopped.text == text[: text.index(text[5:8])] and stopped.reason == "stop_string"
+
+
+@torch.inference_mode()
+def test_a_frozen_model_is_the_same() -> None:
+    for config in (replace(CONFIG, name="gpt2", num_kv_heads=None), replace(LFM2, tie_embeddings=True)):
+        model = build(config).float()
+        tokens = torch.tensor(PROMPTS[0])[:, None]
+        wanted = model.logits(whole_rows(tokens))
+        weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(frozen(model).logits(whole_rows(tokens)), wanted, rtol=0, atol=1e-5)
+        assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.decode_attention import decode_attention
-from megalite.kernels.inference import for_inference
+from megalite.kernels.inference import for_few_rows, for_inference
 from megalite.kernels.rope import rope_tables
 
 TRAINS = Kernels()
@@ -63,3 +63,11 @@ def test_one_query_on_what_is_kept(softcap: float, with_sinks: bool) -> None:
             whole = torch.cat((scores, sinks[head : head + 1])) if sinks is not None else scores
             wanted = whole.softmax(0)[:7] @ v[row, head // 2]
             torch.testing.assert_close(found[0, row, head], wanted, rtol=0, atol=1e-13)
+
+
+def test_a_layout_for_few_rows_keeps_the_matrix() -> None:
+    wide, narrow = some(9, 4).float(), some(4, 9).float()
+    laid_out = for_few_rows(wide)
+    assert torch.equal(laid_out, wide) and laid_out.t().is_contiguous()
+    for as_it_is in (narrow, wide.double(), wide.bfloat16()):
+        assert for_few_rows(as_it_is) is as_it_is
