@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from megalite.config import load_config
 from megalite.models import FAMILIES
+from megalite.models.hf.canonical import differences
 from megalite.models.hf.fields import Refused
 from tests.hugging_face import assert_equal
 from tests.models.families import reference
@@ -86,3 +90,33 @@ def test_what_a_file_cannot_say_is_not_exported(family: str, changes: dict[str, 
     model = dataclasses.replace(FAMILIES[family].read(content(family)), **changes)
     with pytest.raises(Refused, match=f"{said} cannot be said"):
         FAMILIES[family].write(model)
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss_20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "qwen2_57b_a14b": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+            "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480, "rope_theta": 1e6,
+        },
+    ),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        {
+            "num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944,
+            "moe_intermediate_size": 1408, "q_lora_rank": None, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_are_the_published_models(preset: str) -> None:
+    """Without yarn for the DeepSeek models, which came after their pre-training."""
+    family, sizes = PUBLISHED[preset]
+    theirs = AutoConfig.for_model(family, **sizes).to_dict()
+    model = load_config(["--config", str(Path(__file__).parents[2] / "configs" / f"{preset}.yaml")]).model
+    assert differences(FAMILIES[family].read(theirs), model) == []

@@ -30,12 +30,12 @@ DEEPSEEK = ModelConfig(
     router_score="sigmoid", router_scale=2.5, expert_bias=True, expert_bias_rate=0.05, shared_ffn_hidden_size=28,
     aux_loss_coeff=0.05, init_std=0.2,
 )  # fmt: skip
-MODELS = {"gpt-oss": GPT_OSS, "qwen2-moe": QWEN2_MOE, "deepseek": DEEPSEEK}
+DEEPSEEK_AHEAD = dataclasses.replace(DEEPSEEK, num_layers=2, mtp_layers=1)
+MODELS = {"gpt-oss": GPT_OSS, "qwen2-moe": QWEN2_MOE, "deepseek": DEEPSEEK, "deepseek-ahead": DEEPSEEK_AHEAD}
 
 COVER = [
     ("gpt-oss", "tp2+sp+ep2"),
     ("gpt-oss", "cp2+etp2"),
-    ("qwen2-moe", "tp2+ep2"),
     ("deepseek", "tp2+sp+ep2"),
     ("deepseek", "cp2+pp2:zb_h1"),
 ]
@@ -44,6 +44,7 @@ FULL = [
     ("gpt-oss", "tp2+etp2+recompute:full"),
     ("gpt-oss", "pp2+ep2"),
     ("gpt-oss", "cp2:ulysses"),
+    ("qwen2-moe", "tp2+ep2"),
     ("qwen2-moe", "tp2+sp"),
     ("qwen2-moe", "cp2+ep2"),
     ("qwen2-moe", "pp2:zb_h1"),
@@ -51,6 +52,8 @@ FULL = [
     ("deepseek", "tp4+sp+zero3"),
     ("deepseek", "cp2:ulysses"),
     ("deepseek", "cp2:all_gather+tp2"),
+    ("deepseek-ahead", "tp2+sp+pp2+ep2"),
+    ("deepseek-ahead", "tp2+cp2"),
 ]
 ROWS = [*COVER, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 

@@ -51,7 +51,7 @@ def _rows(models: Sequence[str], telling: Sequence[str]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "model", _rows(EXACT, ("llama", "gpt2", "moe", "sinks", "lfm2-moe", "deepseek", "gemma3", "olmo2", "gpt_neox"))
+    "model", _rows(EXACT, ("llama", "gpt2", "moe", "sinks", "lfm2-moe", "gemma3", "olmo2", "gpt_neox"))
 )
 def test_layers_keep_what_they_declare(model: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
@@ -65,10 +65,13 @@ def test_layers_keep_what_they_declare(model: str) -> None:
 
 
 def test_values_that_are_filled_up_are_kept_so() -> None:
-    for model in ("llama", "deepseek", "deepseek-direct"):
-        case = Case(model=SMALL[model], attention="sdpa", dtype=torch.bfloat16)
+    cases = [
+        Case(model=SMALL[model], attention="sdpa", dtype=torch.bfloat16)
+        for model in ("llama", "deepseek", "deepseek-direct")
+    ]
+    for case in (*cases, Case(model=SMALL["deepseek"], attention="block", dtype=torch.bfloat16)):
         kept, declared = kept_by_layers(SINGLE, case)
-        assert kept == declared, model
+        assert kept == declared, case
 
 
 @pytest.mark.parametrize(
