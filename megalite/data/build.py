@@ -22,7 +22,7 @@ from megalite.data.rows import DocumentRules, SampleSource
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 
 DEMO_NAME = "embedded demo"
-TEXT_RECIPE = 1
+TEXT_RECIPE = 2
 _SCAN_LIMIT = 1 << 30  # bytes of token ids that are read through at start-up to check them
 _EDGE = 1 << 20
 _NEXT_ORDER = 0x9E3779B1  # added to the seed for epochs that are appended: odd, so that no two in reach are alike
@@ -272,7 +272,7 @@ def _tokenised(path: Path, name: str, fingerprint: str, json_key: str, cache: Pa
 
     def build(scratch: Path) -> None:
         log.info("tokenising %s (%.1f MB)", path, stat.st_size / 1e6)
-        preprocess([path], scratch / "tokens", name, options=TextOptions(json_key=json_key))
+        preprocess([path], scratch / "tokens", name, options=TextOptions(json_keys=(json_key,)))
 
     return build_once(cache / f"text-{key_of(settings)}", build) / "tokens"
 
