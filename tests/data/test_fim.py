@@ -59,15 +59,14 @@ def test_files_keep_every_token(model: Path, tmp_path: Path) -> None:
     pre, suf, mid = sentinels = fim_sentinels(tokenizer.special_tokens)
     assert int(np.isin(data.tokens, sentinels).sum()) == 3 * totals.rearranged
     assert (data.side_file() or {})["counts"]["rearranged"] == totals.rearranged
-    for text, ids in zip(TEXTS, map(list, data), strict=False):
+    for text, ids in zip(TEXTS, (s.tolist() for s in data), strict=False):
         assert ids.pop() == tokenizer.eod
         if ids[0] == pre:
             cut = ids.index(suf)
             before, (after, middle) = ids[1:cut], _split(ids[cut + 1 :], mid)
-            order = (before, middle, after) if before else (middle, after)
-            ids = [i for part in order for i in part]
             # Texts are cut between characters, so that the ids at a cut may differ: what they say does not.
-            assert "".join(tokenizer.decode(part) for part in order) == text
+            order = [before, middle, after] if before else [middle, after]
+            assert "".join(map(tokenizer.decode, order)) == text
         else:
             assert tokenizer.encode(text) == ids
 
