@@ -16,7 +16,9 @@ def version() -> str:
     return found[1]
 
 
-TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "transformers>=4.50", "build", "setuptools>=77"]
+# Formats of text and tokenizers that only some users have.
+TEXT = ["pyarrow", "zstandard", "tokenizers", "tiktoken", "gigatoken"]
+TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "transformers>=4.50", "build", "setuptools>=77", *TEXT]
 DEV = ["ruff", "basedpyright", "import-linter"]
 
 setup(
@@ -39,6 +41,7 @@ setup(
         "sentencepiece",
         "safetensors",
         "fsspec",
+        "jinja2",
         "tyro>=0.9",
         "PyYAML",
         "rich",
@@ -51,6 +54,7 @@ setup(
         "s3": ["s3fs"],
         "gcs": ["gcsfs"],
         "eval": ["lm-eval"],
+        "text": TEXT,
         "test": TEST,
         "dev": DEV,
     },

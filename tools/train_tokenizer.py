@@ -1,6 +1,6 @@
-"""Train a sentencepiece BPE tokenizer on .jsonl and .txt files.
+"""Train a tokenizer on text: sentencepiece BPE or unigram (.model), or Hugging Face byte-level BPE (tokenizer.json).
 
-python tools/train_tokenizer.py --inputs a.jsonl --output tokenizer.model --vocab-size 8192
+python tools/train_tokenizer.py --input a.jsonl folder --output tokenizer.model --vocab-size 8192
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import tyro
 
-from megalite.data.preprocess import piece_text, read_pieces
-from megalite.data.tokenizer import train_sentencepiece
+from megalite.data.encoder import repaired
+from megalite.data.text_blocks import Broken, Position, blocks, cut_text, records
+from megalite.data.text_sources import TextError, find_sources
+from megalite.data.tokenizer import Tokenizer, train_sentencepiece
+from megalite.data.tokenizer_backends import train_byte_bpe
+
+_MAX_TEXT = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Train a sentencepiece BPE tokenizer."""
+    """Train a tokenizer."""
 
-    inputs: tuple[str, ...]
-    """Text files: .jsonl or .txt."""
+    input: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--inputs"])]
+    """.jsonl, .txt, .parquet, .gz and .zst of the first two, folders of them, or - (jsonl from standard input)."""
     output: str
-    """The .model file to write."""
+    """The file to write: .model, or .json with --kind hf-bpe."""
     vocab_size: int = 8192
-    """Ids, the 256 bytes and the end of a document included."""
+    """Ids, the 256 bytes, special tokens and the end of a document included."""
+    kind: Literal["bpe", "unigram", "hf-bpe"] = "bpe"
+    """bpe and unigram are sentencepiece's, with bytes for what has no piece; hf-bpe is byte-level."""
+    special_tokens: tuple[str, ...] = ()
+    """Further special tokens, such as <|fim_prefix|> <|fim_suffix|> <|fim_middle|>."""
     json_key: str = "text"
-    """Key of the text in .jsonl files."""
+    """Key of the text in .jsonl files, or column of .parquet."""
     max_megabytes: float = 200.0
     """Text that is read, from the beginning of the inputs; training keeps it in memory."""
     overwrite: bool = False
@@ -36,23 +46,39 @@ class Arguments:
 
 
 def texts(args: Arguments) -> Iterator[str]:
-    """The texts of the inputs in order, up to the limit."""
+    """The texts of the inputs in order, up to the limit; TextError for a broken line."""
     left = int(args.max_megabytes * 1e6)
-    for path in args.inputs:
-        for piece in read_pieces(path):
+    for source in find_sources(args.input):
+        for block in blocks(source, Position(), [args.json_key], _MAX_TEXT):
             if left <= 0:
                 return
-            left -= len(piece.data)
-            yield piece_text(piece, args.json_key).encode("utf-8", "replace").decode()
+            left -= block.size
+            for record in records(block, [args.json_key]):
+                if isinstance(record, Broken):
+                    raise TextError(record.reason)
+                yield from (piece for piece, _ in cut_text([repaired(record.values[0])], _MAX_TEXT))
+
+
+def train(args: Arguments, path: Path) -> Tokenizer:
+    """Trains and writes `path`; raises what the trainers raise."""
+    if args.kind == "hf-bpe":
+        return train_byte_bpe(texts(args), path, args.vocab_size, special_tokens=args.special_tokens)
+    special = args.special_tokens
+    return train_sentencepiece(texts(args), path, args.vocab_size, model_type=args.kind, special_tokens=special)
 
 
 def usage_errors(args: Arguments) -> list[str]:
     """What makes a run pointless, found before any work."""
-    found = [f"{p} does not exist" for p in args.inputs if not os.path.exists(p)]
-    if not args.inputs:
-        found.append("no input files")
+    found = [] if args.input else ["no input"]
+    for given in args.input:
+        try:
+            find_sources([given])
+        except (OSError, ValueError, ImportError) as error:
+            found.append(str(error))
     if os.path.exists(args.output) and not args.overwrite:
         found.append(f"{args.output} already exists; add --overwrite to replace it")
+    if (args.kind == "hf-bpe") != args.output.endswith(".json"):
+        found.append(f"--output {args.output}: --kind hf-bpe writes .json files, the others .model")
     return found
 
 
@@ -68,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = output.with_name(f"{output.name}.tmp{os.getpid()}")
     try:
-        tokenizer = train_sentencepiece(texts(args), scratch, args.vocab_size)
+        tokenizer = train(args, scratch)
         os.replace(scratch, output)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     finally:

@@ -20,7 +20,7 @@ from megalite.data.rows import SampleSource
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 
 DEMO_NAME = "embedded demo"
-TEXT_RECIPE = 1
+TEXT_RECIPE = 2
 _SCAN_LIMIT = 1 << 30  # bytes of token ids that are read through at start-up to check them
 _EDGE = 1 << 20
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def _tokenised(path: Path, name: str, fingerprint: str, json_key: str, cache: Pa
 
     def build(scratch: Path) -> None:
         log.info("tokenising %s (%.1f MB)", path, stat.st_size / 1e6)
-        preprocess([path], scratch / "tokens", name, options=TextOptions(json_key=json_key))
+        preprocess([path], scratch / "tokens", name, options=TextOptions(json_keys=(json_key,)))
 
     return build_once(cache / f"text-{key_of(settings)}", build) / "tokens"
 

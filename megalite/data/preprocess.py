@@ -1,375 +1,359 @@
-"""Text files to token files: reading jsonl and txt, encoding in worker processes, writing atomically."""
+"""Text to token files: any number of worker processes, any interruption, the same files."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
-import multiprocessing
 import os
-import queue
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from megalite.data.encoder import Encoded, Rejected, TextOptions, Totals
+from megalite.data.indexed import strip_suffix, token_dtype
+from megalite.data.manifest import SUFFIX, Commit, Manifest, RangeHash, ResumeError
+from megalite.data.text_blocks import PIECE_BYTES, Block, Position, blocks
+from megalite.data.text_sources import STDIN, TEXT_SUFFIXES, Source, TextError, find_sources, same_place, total_size
+from megalite.data.token_spool import Committed, TokenSpool, discard, publish
+from megalite.data.tokenizer import Tokenizer, absolute_name, load_tokenizer
+from megalite.data.worker_pool import encoding
 
-from megalite.data.indexed import IndexedWriter, token_dtype
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+__all__ = ["PIECE_BYTES", "TEXT_SUFFIXES", "ResumeError", "TextError", "TextOptions", "Totals", "preprocess"]
 
-TEXT_SUFFIXES = (".jsonl", ".txt")
-PIECE_BYTES = 64 << 10
-"""A longer txt document is cut at its next blank line, so that workers, shuffle and splits have something to share."""
-_BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
-_BINARY_FORMATS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
-_BOM = b"\xef\xbb\xbf"
-
-
-class TextError(ValueError):
-    """A text that cannot be used; the message begins with file:line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """How texts become documents."""
-
-    json_key: str = "text"
-    """The key of the text in each line of a .jsonl file."""
-    on_error: str = "fail"
-    """What a broken line does: fail, or skip (counted)."""
-    keep_blank: bool = False
-    """Keep blank texts as Megatron does: an empty one is a document without tokens."""
-    append_eod: bool = True
-    """End each document with the tokenizer's end-of-document id."""
+MASK_SUFFIX = "_loss_mask"
+REJECTED_SUFFIX = ".rejected.jsonl"
+COMMIT_BYTES = 32 << 20
+"""Text between two commits: what an interruption costs at most, in each worker's time."""
 
 
-@dataclass
-class Totals:
-    """What has been read and written."""
+class Progress(NamedTuple):
+    """How far a run is."""
 
-    documents: int = 0
-    tokens: int = 0
-    bytes_read: int = 0
-    blank: int = 0
-    """Blank texts, left out unless keep_blank."""
-    broken: int = 0
-    """Lines skipped under on_error=skip."""
-    replaced: int = 0
-    """Lone surrogates replaced by U+FFFD."""
-
-
-class Piece(NamedTuple):
-    """One line of a .jsonl file, or (a part of) one document of a .txt file, still undecoded."""
-
-    place: str
-    data: bytes
-    is_json: bool
-    is_end: bool
-    """Whether a document ends with it."""
-
-
-class Encoded(NamedTuple):
-    """A batch of documents as ids, and what was found on the way."""
-
-    tokens: NDArray[Any]
-    lengths: list[int]
-    """Tokens of each document."""
-    problems: list[str]
-    blank: int
-    replaced: int
-    bytes_read: int
-
-
-def read_pieces(path: str | Path) -> Iterator[Piece]:
-    """The documents of a .jsonl (one a line) or .txt file (separated by form feeds), in order.
-
-    Raises ValueError for other formats, recognised by their first bytes, FileNotFoundError for a missing file.
-    """
-    path = Path(path)
-    if path.suffix not in TEXT_SUFFIXES:
-        raise ValueError(f"{path}: expected a {' or '.join(TEXT_SUFFIXES)} file")
-    with open(path, "rb") as file:
-        head = file.peek(4)
-        for magic, name in _BINARY_FORMATS.items():
-            if head.startswith(magic):
-                raise ValueError(f"{path} is a {name} file; unpack it to {' or '.join(TEXT_SUFFIXES)} first")
-        if head.startswith(_BOM):
-            file.read(len(_BOM))
-        yield from _json_lines(path, file) if path.suffix == ".jsonl" else _text_pieces(path, file)
-
-
-def _json_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Piece]:
-    for number, line in enumerate(lines, start=1):
-        if not line.isspace():
-            yield Piece(f"{path}:{number}", line, True, True)
-
-
-def _text_pieces(path: Path, lines: Iterable[bytes]) -> Iterator[Piece]:
-    """Documents between form feeds; a long one in pieces that end at a blank line with text of it to follow."""
-    begin, ready, held = 1, b"", list[bytes]()
-    for number, line in enumerate(lines, start=1):
-        *ended, line = line.split(b"\f")
-        for part in ended:
-            yield Piece(f"{path}:{begin}", b"".join((ready, *held, part)), False, True)
-            begin, ready, held = number, b"", []
-        if ready and not line.isspace():
-            yield Piece(f"{path}:{begin}", b"".join((ready, *held)), False, False)
-            begin, ready, held = number, b"", []
-        held.append(line)
-        if line.isspace() and (ready or sum(map(len, held)) >= PIECE_BYTES):
-            ready, held = b"".join((ready, *held)), []
-    if ready or held:
-        yield Piece(f"{path}:{begin}", b"".join((ready, *held)), False, True)
-
-
-def piece_text(piece: Piece, json_key: str) -> str:
-    """The text of a piece; TextError with its place when there is none."""
-    try:
-        text = piece.data.decode()
-    except UnicodeDecodeError as error:
-        raise TextError(f"{piece.place}: byte {error.start} is not UTF-8 ({error.reason})") from error
-    if not piece.is_json:
-        return text
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise TextError(f"{piece.place}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise TextError(f"{piece.place}: expected a JSON object, found {type(record).__name__}")
-    if json_key not in record:
-        raise TextError(f"{piece.place}: no key {json_key!r}; keys are {', '.join(map(repr, record)) or 'none'}")
-    value = record[json_key]
-    if not isinstance(value, str):
-        raise TextError(f"{piece.place}: {json_key!r} is {type(value).__name__}, expected text")
-    return value
-
-
-class Encoder:
-    """Turns batches of pieces into ids."""
-
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions):
-        self.tokenizer, self.options = tokenizer, options
-        self.dtype = token_dtype(tokenizer.vocab_size)
-
-    def encode(self, batch: Sequence[Piece]) -> Encoded:
-        """The ids of a batch; the first broken piece raises TextError under on_error=fail."""
-        ids: list[int] = []
-        lengths: list[int] = []
-        problems: list[str] = []
-        blank = replaced = 0
-        for piece in batch:
-            try:
-                text = piece_text(piece, self.options.json_key)
-            except TextError as error:
-                if self.options.on_error != "skip":
-                    raise
-                problems.append(str(error))
-                continue
-            if not text or text.isspace():
-                blank += 1
-                if not self.options.keep_blank:
-                    continue
-            clean = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if _has_surrogate(text) else text
-            replaced += clean is not text
-            before = len(ids)
-            ids += self.tokenizer.encode(clean)
-            if self.options.append_eod and piece.is_end and len(ids) > before:
-                ids.append(self.tokenizer.eod)
-            lengths.append(len(ids) - before)
-        tokens = np.array(ids, dtype=self.dtype)
-        return Encoded(tokens, lengths, problems, blank, replaced, sum(len(p.data) for p in batch))
-
-
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    totals: Totals
+    """All that has been done, by earlier processes too."""
+    disk_bytes: int
+    """Bytes of input on disk that have been read."""
+    total_bytes: int
+    """Bytes of input on disk; 0 when that is not known."""
 
 
 def preprocess(
     inputs: Sequence[str | Path],
-    prefix: str | Path,
+    prefix: str | Path | Mapping[str, str | Path],
     tokenizer_name: str,
     *,
     options: TextOptions | None = None,
     workers: int = 1,
     overwrite: bool = False,
-    progress: Callable[[Totals], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     report: Callable[[str], None] | None = None,
+    commit_bytes: int = COMMIT_BYTES,
 ) -> Totals:
     """Writes the documents of `inputs`, in order, to PREFIX.bin/.idx/.json; the result does not depend on `workers`.
 
-    `progress` is called after each batch, `report` with each line skipped. Nothing is left behind on failure. Raises
-    TextError for a broken text, ValueError when there is no document at all, FileExistsError without `overwrite`.
+    `prefix` is one for each JSON key when there are several. Beside the first, PREFIX.manifest.jsonl says what was read
+    and PREFIX.rejected.jsonl holds the lines skipped. With a chat template, PREFIX_loss_mask.bin/.idx marks the tokens
+    to learn. `progress` is called after each block, `report` with each line skipped and when an earlier run is
+    continued: a run that was interrupted or killed, or found the disk full, goes on where it stopped when it is called
+    again. (One that stops before its first commit leaves nothing behind.)
+
+    Raises TextError for a broken text, ValueError when there is no document at all, FileExistsError without
+    `overwrite`, ResumeError when an interrupted run with other settings lies there.
     """
     options = options or TextOptions()
-    tokenizer = load_tokenizer(tokenizer_name)
-    totals = Totals()
-    writer = IndexedWriter(
-        prefix, dtype=token_dtype(tokenizer.vocab_size), vocab_size=tokenizer.vocab_size, overwrite=overwrite
+    prefixes = prefix if isinstance(prefix, Mapping) else {options.json_keys[0]: prefix}
+    assert tuple(prefixes) == options.json_keys, "a prefix for each key"
+    outputs = {key: strip_suffix(p) for key, p in prefixes.items()}
+    run = _Run(
+        sources=find_sources(inputs),
+        outputs=outputs,
+        tokenizer=load_tokenizer(tokenizer_name),
+        tokenizer_name=tokenizer_name,
+        options=options,
+        commit_bytes=commit_bytes,
+        report=report or (lambda _: None),
+        progress=progress or (lambda _: None),
     )
-    try:
-        pieces = (piece for path in inputs for piece in read_pieces(path))
-        with _encoded(_batches(pieces), tokenizer, tokenizer_name, options, workers) as results:
-            for encoded in results:
-                _write(writer, encoded, totals)
-                if report:
-                    for problem in encoded.problems:
-                        report(problem)
-                if progress:
-                    progress(totals)
-        if not totals.tokens:
-            names = ", ".join(map(str, inputs))
-            raise ValueError(f"no documents in {names} ({totals.blank} blank, {totals.broken} broken)")
-        writer.finish(tokenizer=tokenizer_record(tokenizer, tokenizer_name))
-    except BaseException:
-        writer.abort()
-        raise
-    return totals
+    return run(workers, overwrite)
 
 
 def tokenizer_record(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
     """What a side file says about the tokenizer."""
-    place = name if name == "byte" else os.path.abspath(name)
     return {
-        "name": place,
+        "name": absolute_name(name),
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
+        "special_tokens": dict(tokenizer.special_tokens),
     }
 
 
-def _write(writer: IndexedWriter, encoded: Encoded, totals: Totals) -> None:
-    lengths = [n for n in encoded.lengths if n]
-    writer.add_documents(encoded.tokens, lengths, [int(n > 0) for n in encoded.lengths])
-    totals.documents, totals.tokens = writer.num_documents, writer.num_tokens
-    totals.bytes_read += encoded.bytes_read
-    totals.blank += encoded.blank
-    totals.broken += len(encoded.problems)
-    totals.replaced += encoded.replaced
+def existing_outputs(prefixes: Sequence[str]) -> list[str]:
+    """Finished files that lie where the outputs are to go."""
+    return [p + end for p in prefixes for end in (".bin", ".idx") if os.path.exists(p + end)]
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.data)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    sources: list[Source]
+    outputs: dict[str, str]
+    """The prefix of each key."""
+    tokenizer: Tokenizer
+    tokenizer_name: str
+    options: TextOptions
+    commit_bytes: int
+    report: Callable[[str], None]
+    progress: Callable[[Progress], None]
 
+    @property
+    def _main(self) -> str:
+        """The prefix of the files that a run has one of."""
+        return next(iter(self.outputs.values()))
 
-@contextlib.contextmanager
-def _encoded(
-    batches: Iterable[list[Piece]], tokenizer: Tokenizer, name: str, options: TextOptions, workers: int
-) -> Iterator[Iterator[Encoded]]:
-    """The encoded batches in order, by `workers` processes (1: by this one)."""
-    if workers == 1:
-        yield map(Encoder(tokenizer, options).encode, batches)
-        return
-    pool = WorkerPool()
-    try:
-        pool.start(workers, name, options)
-        yield pool.encode(batches)
-    finally:
-        pool.stop()
+    @property
+    def _spooled(self) -> dict[str, tuple[str, Any]]:
+        """Name of each token file in the manifest: its prefix and dtype."""
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        files = {key: (prefix, dtype) for key, prefix in self.outputs.items()}
+        if self.options.chat_template:
+            files |= {key + MASK_SUFFIX: (p + MASK_SUFFIX, "u1") for key, p in self.outputs.items()}
+        return files
 
-
-class WorkerPool:
-    """Encoding processes with a connection each, so that one that dies, at whatever moment, is an error and no wait.
-
-    (A shared result queue, as executors have, is blocked for good when a process is killed while writing to it.)
-    """
-
-    def __init__(self) -> None:
-        self._processes: list[SpawnProcess] = []
-        self._connections: list[Connection[Any, Any]] = []
-
-    def start(self, count: int, tokenizer_name: str, options: TextOptions) -> None:
-        """Starts the processes; each loads the tokenizer itself."""
-        context = multiprocessing.get_context("spawn")
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, tokenizer_name, options), daemon=True)
-            self._connections.append(ours)
-            process.start()
-            self._processes.append(process)
-            theirs.close()  # the worker holds the only other end: its death closes it
-
-    def encode(self, batches: Iterable[list[Piece]]) -> Iterator[Encoded]:
-        """Results in input order; worker k takes every count-th batch, and has at most one waiting.
-
-        Raises what the encoder raised, and RuntimeError when a worker died.
-        """
-        sent = received = 0
-        for batch in batches:
-            with self._alive(sent) as connection:
-                connection.send(batch)
-            sent += 1
-            if sent - received == 2 * len(self._processes):
-                yield self._receive(received)
-                received += 1
-        for number in range(received, sent):
-            yield self._receive(number)
-
-    def _receive(self, number: int) -> Encoded:
-        with self._alive(number) as connection:
-            result = connection.recv()
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    @contextlib.contextmanager
-    def _alive(self, number: int) -> Iterator[Connection[Any, Any]]:
-        worker = number % len(self._processes)
+    def __call__(self, workers: int, overwrite: bool) -> Totals:
+        prefixes = [prefix for prefix, _ in self._spooled.values()]
+        existing = [] if overwrite else existing_outputs(prefixes)
+        if existing and not was_publishing(self._main):
+            raise FileExistsError(f"{existing[0]} already exists; choose another prefix or overwrite it")
+        manifest = Manifest(self._main, self._settings(), restart=overwrite)
         try:
-            yield self._connections[worker]
-        except (EOFError, OSError) as error:
-            process = self._processes[worker]
-            process.join(1.0)
-            raise RuntimeError(f"worker {worker} died with exit code {process.exitcode}") from error
+            self._check_unchanged(manifest, overwrite)
+            totals = self._prepare(manifest, workers)
+        except BaseException as error:
+            if isinstance(error, NoDocumentsError) or not manifest.commits:
+                for prefix in prefixes:
+                    discard(prefix)
+                Path(self._main + REJECTED_SUFFIX + ".tmp").unlink(missing_ok=True)
+                manifest.discard()
+            manifest.close()
+            raise
+        for prefix in prefixes:
+            publish(prefix)
+        _publish_rejected(self._main)
+        manifest.publish()
+        return totals
 
-    def stop(self) -> None:
-        """Ends all processes, busy or not."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for connection in self._connections:
-            connection.close()
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return {
+            "inputs": [[same_place(s), s.size] for s in self.sources],
+            "outputs": {key: os.path.basename(prefix) for key, prefix in self.outputs.items()},
+            "tokenizer": tokenizer_record(self.tokenizer, self.tokenizer_name),
+            "options": {k: v for k, v in asdict(self.options).items() if k != "on_error"},
+            "commit_bytes": self.commit_bytes,
+        }
+
+    def _prepare(self, manifest: Manifest, workers: int) -> Totals:
+        """Reads on from the last commit to the end, and completes the files without naming them yet."""
+        last = manifest.last
+        totals = Totals(**last.counts)
+        if last.done:
+            return totals
+        with contextlib.ExitStack() as stack:
+            spools = {
+                name: TokenSpool(prefix, dtype, Committed(*last.outputs.get(name, ())))
+                for name, (prefix, dtype) in self._spooled.items()
+            }
+            for spool in spools.values():
+                stack.callback(spool.close)
+            rejected = stack.enter_context(_RejectedFile(self._main, last.rejected_bytes))
+            if manifest.commits:
+                self.report(f"going on after {totals.bytes_read / 1e6:.1f} MB, where an earlier run was interrupted")
+            reader = _Reader(self, last)
+            writer = _Writer(self, manifest, spools, rejected, totals)
+            name, options = self.tokenizer_name, self.options
+            encoded = stack.enter_context(encoding(reader.blocks(), self.tokenizer, name, options, workers))
+            for result in encoded:
+                writer.write(result, reader.pending.popleft())
+            self._complete(writer, reader.ranges.take())
+        return totals
+
+    def _check_unchanged(self, manifest: Manifest, overwrite: bool) -> None:
+        """Compares the last range that was read with what is there now."""
+        last = manifest.last
+        source = self.sources[last.source]
+        ranges = [r for r in last.ranges if r["source"] == source.path]
+        if source.path == STDIN or not source.size or not ranges:
+            return
+        found = RangeHash()
+        for block in blocks(
+            source, Position(ranges[-1]["begin"]), self.options.json_keys, self.options.max_document_bytes
+        ):
+            if block.begin.offset >= last.offset:
+                break
+            found.add(source.path, block)
+        if found.take() != ranges[-1:]:
+            if not overwrite:
+                raise ResumeError(
+                    f"{source.path} has changed since an earlier run was interrupted; add --overwrite to begin again"
+                )
+            manifest.restart(self._settings())
+
+    def _complete(self, writer: _Writer, ranges: list[dict[str, Any]]) -> None:
+        totals = writer.totals
+        if not totals.tokens:
+            names = ", ".join(s.path for s in self.sources)
+            raise NoDocumentsError(f"no documents in {names} ({totals.blank} blank, {totals.broken} broken)")
+        if ranges:  # none where an earlier process committed all that there was
+            writer.commit(ranges)
+        counts = {k: v for k, v in totals.as_dict().items() if v and k not in ("documents", "tokens")}
+        for name, spool in writer.spools.items():
+            side: dict[str, Any] = {"counts": counts}
+            if name.endswith(MASK_SUFFIX) and name not in self.outputs:
+                spool.complete(side)
+                continue
+            mask = (
+                {"loss_mask": os.path.basename(self.outputs[name]) + MASK_SUFFIX} if self.options.chat_template else {}
+            )
+            record = tokenizer_record(self.tokenizer, self.tokenizer_name)
+            spool.complete({"vocab_size": self.tokenizer.vocab_size} | side | mask | {"tokenizer": record})
+        writer.commit([], done=True)
 
 
-def _work(connection: Connection[Any, Any], tokenizer_name: str, options: TextOptions) -> None:
-    """The main function of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    batches: queue.Queue[list[Piece]] = queue.Queue()
-    # Taking batches in apart from encoding keeps the parent's send from waiting for our own send.
-    threading.Thread(target=_take_in, args=(connection, batches), daemon=True).start()
-    encoder = Encoder(load_tokenizer(tokenizer_name), options)
-    while True:
-        batch = batches.get()
-        try:
-            result: Encoded | Exception = encoder.encode(batch)
-        except TextError as error:
-            result = error
-        except Exception as error:  # whatever it is, the parent must hear of it, and it may not pickle
-            result = RuntimeError(f"{type(error).__name__} near {batch[0].place}: {error}")
-        connection.send(result)
+class NoDocumentsError(ValueError):
+    """There is nothing to write."""
 
 
-def _take_in(connection: Connection[Any, Any], batches: queue.Queue[list[Piece]]) -> None:
+@dataclass
+class _Pending:
+    """A block whose result is awaited."""
+
+    number: int
+    """Index of its source."""
+    block: Block
+    """Without its data."""
+    ranges: list[dict[str, Any]]
+    """What has been read since the last commit, when there is to be one after this block."""
+
+
+class _Reader:
+    """Cuts the sources into blocks from a commit on, and says after which to commit: a matter of the input alone."""
+
+    def __init__(self, run: _Run, last: Commit):
+        self._run, self._last = run, last
+        self.pending = collections.deque[_Pending]()
+        self.ranges = RangeHash()
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks; each is noted as pending."""
+        uncommitted = 0
+        for number, block in self._numbered():
+            self.ranges.add(block.source, block)
+            uncommitted += block.size
+            is_last = uncommitted >= self._run.commit_bytes
+            uncommitted = 0 if is_last else uncommitted
+            self.pending.append(_Pending(number, block, self.ranges.take() if is_last else []))
+            yield block
+
+    def _numbered(self) -> Iterator[tuple[int, Block]]:
+        last, options = self._last, self._run.options
+        for number, source in enumerate(self._run.sources):
+            if number >= last.source:
+                begin = Position(last.offset, last.number) if number == last.source else Position()
+                for block in blocks(source, begin, options.json_keys, options.max_document_bytes):
+                    yield number, block
+
+
+class _Writer:
+    """Puts encoded blocks into the files, and commits now and then."""
+
+    def __init__(
+        self, run: _Run, manifest: Manifest, spools: dict[str, TokenSpool], rejected: _RejectedFile, totals: Totals
+    ):
+        self._run, self._manifest, self._rejected = run, manifest, rejected
+        self.spools, self.totals = spools, totals
+        self._cut = list[list[Any]]()
+        self._at = Commit(source=manifest.last.source, offset=manifest.last.offset, number=manifest.last.number)
+        self._disk_total = total_size(run.sources) if all(s.size for s in run.sources) else 0
+
+    def write(self, encoded: Encoded, pending: _Pending) -> None:
+        """Appends what came of a block."""
+        run, block = self._run, pending.block
+        for key, stream in zip(run.outputs, encoded.streams, strict=True):
+            self.spools[key].add(stream.tokens, stream.lengths)
+            if stream.mask is not None:
+                self.spools[key + MASK_SUFFIX].add(stream.mask, stream.lengths)
+        for entry in encoded.rejected:
+            self._rejected.add(entry)
+            run.report(f"skipped {entry.reason}")
+        self.totals.add(encoded.totals)
+        self._cut += map(list, encoded.cuts)
+        self._at = replace(self._at, source=pending.number, offset=block.end.offset, number=block.end.number)
+        if pending.ranges:
+            self.commit(pending.ranges)
+        before = total_size(run.sources[: pending.number])
+        run.progress(Progress(self.totals, before + block.disk_position, self._disk_total))
+
+    def commit(self, ranges: list[dict[str, Any]], *, done: bool = False) -> None:
+        """Makes all that was written safe; `ranges` are what was read since the last commit."""
+        outputs = {name: list(s.committed if done else s.commit()) for name, s in self.spools.items()}
+        self._manifest.add(
+            replace(
+                self._at,
+                outputs=outputs,
+                counts=self.totals.as_dict(),
+                rejected_bytes=self._rejected.commit(),
+                ranges=ranges,
+                cut=self._cut,
+                done=done,
+            )
+        )
+        self._cut = []
+
+
+class _RejectedFile:
+    """PREFIX.rejected.jsonl.tmp, made when there is something to write."""
+
+    def __init__(self, prefix: str, size: int):
+        self._path, self._size = Path(prefix + REJECTED_SUFFIX + ".tmp"), size
+        if self._path.exists():
+            os.truncate(self._path, size)
+
+    def __enter__(self) -> _RejectedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add(self, rejected: Rejected) -> None:
+        with open(self._path, "ab", buffering=0) as file:
+            line = memoryview(rejected.as_json())
+            self._size += len(line)
+            while line:
+                line = line[file.write(line) :]
+
+    def commit(self) -> int:
+        """The size that is on disk."""
+        if self._path.exists():
+            with open(self._path, "ab") as file:
+                os.fsync(file.fileno())
+        return self._size
+
+
+def _publish_rejected(prefix: str) -> None:
+    scratch, final = Path(prefix + REJECTED_SUFFIX + ".tmp"), Path(prefix + REJECTED_SUFFIX)
+    if scratch.exists() and scratch.stat().st_size:
+        os.replace(scratch, final)
+    else:
+        scratch.unlink(missing_ok=True)
+        final.unlink(missing_ok=True)
+
+
+def was_publishing(prefix: str) -> bool:
+    """Whether a run died while it gave its files their names."""
     try:
-        while True:
-            batches.put(connection.recv())
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is gone
+        *_, last = Path(prefix + SUFFIX + ".tmp").read_bytes().rstrip(b"\n").split(b"\n")
+        return bool(json.loads(last).get("done"))
+    except (OSError, ValueError, AttributeError):
+        return False
