@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def output_file(text: str) -> Path:
@@ -56,3 +57,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def lock_for_writing(file: IO[Any], path: str | Path) -> None:
+    """Keeps other processes from writing the open `file` until it is closed; closes it and raises FileExistsError where
+    one writes it already. A file system without locks has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise FileExistsError(f"{path} is being written by another process") from error
+    except OSError:
+        pass

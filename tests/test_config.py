@@ -429,6 +429,7 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         ({"model": {"conv_kernel_size": 0}}, 1, "model.conv_kernel_size=0 must be at least 1"),
         ({"train": {"sequence_chunk": -1}}, 1, "train.sequence_chunk=-1 must be at least 0"),
         ({"data": {"pack": "tight"}}, 1, "should be one of concat, best_fit, none"),
+        ({"model": {"name": "gpt2", "rope_theta": 5e5}}, 1, "rope_theta=500000.0: gpt2 has learned positions"),
         ({"model": {"rope_factor": 2.0}}, 1, "needs rope_scaling, one of linear"),
         ({"train": {"precision": "fp8"}}, 1, "reserved"),
         ({"train": {"recompute": "selective:loss"}}, 1, "selective: with some of attention,mlp,norm"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from pathlib import Path
@@ -172,8 +173,7 @@ def _model_problems(model: ModelConfig) -> list[str]:
     for name in ("norm_eps", "z_loss", "init_std"):
         if not 0 <= getattr(model, name) < math.inf:
             found.append(f"model.{name}={getattr(model, name)} must be finite and at least 0")
-    if model.name != "gpt2":
-        found += rope_problems(model)
+    found += rope_problems(model) if MODELS[model.name].rotary_positions else _unused_rope(model)
     if model.mtp_layers < 0:
         found.append(f"model.mtp_layers={model.mtp_layers} must be at least 1, or 0 for no multi-token prediction")
     if not 0 < model.mtp_loss_factor < math.inf:
@@ -190,6 +190,15 @@ def _model_problems(model: ModelConfig) -> list[str]:
     if model.vocab_size < 2 and model.label_smoothing > 0:
         found.append(f"model.label_smoothing={model.label_smoothing} needs a vocab_size of at least 2")
     return found + _operator_problems(model)
+
+
+def _unused_rope(model: ModelConfig) -> list[str]:
+    """The rope_ fields that are set for a model without rotary positions."""
+    return [
+        f"model.{field.name}={getattr(model, field.name)}: {model.name} has learned positions; leave it out"
+        for field in dataclasses.fields(model)
+        if field.name.startswith("rope_") and getattr(model, field.name) != field.default
+    ]
 
 
 def _operator_problems(model: ModelConfig) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megalite.data.indexed_format import DTYPES, HEADER, MAGIC, MAX_SEQUENCE, VERSION, running_offsets, strip_suffix
 from megalite.data.indexed_reader import IndexedDataset
-from megalite.files import replace_bytes
+from megalite.files import lock_for_writing, replace_bytes
 
 Counts = Sequence[int] | NDArray[Any]
 """Lengths, or how many."""
@@ -228,12 +227,6 @@ def _part_of(source: IndexedDataset, first: int, last: int) -> int:
 def _open_exclusive(path: str) -> BinaryIO:
     """Opens a temporary file that only one living process can write; one left by a killed process is reused."""
     file = open(path, "ab")  # noqa: SIM115 (the writer keeps it)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise FileExistsError(f"{path} is being written by another process") from error
-    except OSError:
-        pass  # this file system has no locks
+    lock_for_writing(file, path)
     file.truncate(0)
     return file

@@ -7,7 +7,6 @@ that finds PREFIX.manifest.jsonl.tmp goes on after its last whole line.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.text_blocks import Block
-from megalite.files import sync_folder
+from megalite.files import lock_for_writing, sync_folder
 
 SUFFIX = ".manifest.jsonl"
 VERSION = 1
@@ -174,11 +173,5 @@ class RangeHash:
 def _open_locked(path: Path) -> FileIO:
     # Unbuffered: what a full disk refused must not be tried again on closing.
     file = open(path, "a+b", buffering=0)  # noqa: SIM115 (the manifest keeps it)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise FileExistsError(f"{path} is being written by another process") from error
-    except OSError:
-        pass  # this file system has no locks
+    lock_for_writing(file, path)
     return file
