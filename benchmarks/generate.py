@@ -1,12 +1,11 @@
 """Tokens a second of greedy generation, beside transformers' generate with its cache, on the same weights.
 
 Both continue the same random prompts by the same number of tokens; the time is that of the whole call, prompts
-included. Products are those that each has by default (ours, as in a run: `kernels.fp32_gemm`). They take turns, so that
-both meet the same machine, and the best round of each counts. `cpu_ratio` is the same of the processor time of this
-process, which other processes disturb less. `same` is the share of new tokens that are equal up to each row's first
-difference: rounding may part two rows of random weights.
+included. They take turns, so that both meet the same machine, and the best round of each counts. `cpu_ratio` is the
+same of the processor time of this process, which other processes disturb less. `same` is the share of new tokens that
+are equal up to each row's first difference: rounding may part two rows of random weights.
 
-    PYTHONPATH=. python benchmarks/generate.py --batches 1 8 --rounds 5 --json generate.json
+    PYTHONPATH=. python benchmarks/generate.py --json generate.json
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from megalite.generate.row import Stop
 from megalite.generate.sampling import Sampling
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import KernelConfig
-from megalite.kernels.cpu import set_fp32_gemm
 from megalite.kernels.inference import for_inference
 from megalite.models import MODELS
 from megalite.models.transformer import Transformer
@@ -88,20 +86,15 @@ def measure(model: ModelConfig, dtype: str, batch: int, *, prompt: int, new: int
     """One row of the table."""
     ours = build(model, DTYPES[dtype])
     theirs = build_theirs(model, ours, prompt + new)
-    usual = _precision()
-    set_fp32_gemm("auto")
-    chosen = _precision()
     tokens = torch.randint(model.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1))
     generator = Generator(ours, ParallelState.single(), CPU, context=prompt + new)
 
     def run_ours() -> Tensor:
-        _set_precision(chosen)
         rows = generator.generate(tokens.tolist(), Sampling(temperature=0.0), Stop(max_new_tokens=new))
         return torch.tensor([row.tokens for row in rows])
 
     @torch.inference_mode()
     def run_theirs() -> Tensor:
-        _set_precision(usual)
         found = theirs.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, use_cache=True
         )
@@ -120,14 +113,6 @@ def measure(model: ModelConfig, dtype: str, batch: int, *, prompt: int, new: int
     }  # fmt: skip
 
 
-def _precision() -> str:
-    return torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _set_precision(value: str) -> None:
-    torch.backends.mkldnn.matmul.fp32_precision = value  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _time(run: Callable[[], Tensor]) -> tuple[float, float]:
     """(seconds by the clock, seconds of the processor)."""
     began, cpu = time.perf_counter(), time.process_time()
@@ -140,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens added to each")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=32, help="tokens added to each")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="a file for the rows")
     arguments = parser.parse_args(argv)

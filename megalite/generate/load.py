@@ -21,7 +21,7 @@ from megalite.config.load import from_dict
 from megalite.data.build import build_datasets
 from megalite.data.config import DataConfig
 from megalite.generate.words import Words, hugging_face_words
-from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.cpu import tune_malloc
 from megalite.kernels.inference import for_few_rows, for_inference
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
@@ -202,8 +202,8 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     of the run on a GPU, and float32 on a CPU, from the masters where there are any.
     """
     config = inference_config(source, mpu.config, precision, device)
-    if device.type == "cpu":
-        set_up_cpu(config)
+    if device.type == "cpu" and config.kernels.malloc_tuning:
+        tune_malloc()
     kernels = for_inference(kernels_of(config, device), device)
     with torch.device("meta"):
         stage = MODELS[config.model.name](config.model, mpu, _stage_spec(config.model, mpu), kernels=kernels)
@@ -218,14 +218,6 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
         source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES, apart=("mtp.*",)
     )  # fmt: skip
     return Loaded(stage=frozen(stage), step=manifest.step)
-
-
-def set_up_cpu(config: Config) -> None:
-    """Sets this process up as a run does."""
-    if config.train.precision != "fp64":
-        set_fp32_gemm(config.kernels.fp32_gemm)
-    if config.kernels.malloc_tuning:
-        tune_malloc()
 
 
 def _load_hugging_face(weights: Path | str, tensors: Tensors) -> None:
