@@ -46,6 +46,8 @@ class DataConfig:
     """Count kept partial samples in float32, as Megatron-LM does: one or two too few or too many above 2**24 tokens."""
     cache_dir: str = ""
     """Where tokenised text and index files are kept; by default ~/.cache/megalite."""
+    prefetch: int = 2
+    """Steps whose batches are loaded in the background while a step computes; 0 loads each when it is due."""
     pack: Literal["concat", "best_fit", "none"] = "concat"
     """How documents fill a sample: concat lays them end to end and cuts every seq_len tokens; best_fit packs whole
     documents into rows (longer ones are cut), the rest is padding; none is one document a row, cut and padded."""
@@ -62,6 +64,8 @@ def problems(config: DataConfig) -> list[str]:
         found.append(f"data.seq_len={config.seq_len} must be at least 1")
     if config.num_samples is not None and config.num_samples < 1:
         found.append(f"data.num_samples={config.num_samples} must be at least 1")
+    if config.prefetch < 0:
+        found.append(f"data.prefetch={config.prefetch} must be at least 0")
     found += _blend_problems(config)
     try:
         split_ranges(config.split, 1)

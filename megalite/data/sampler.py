@@ -116,7 +116,7 @@ class GlobalBatches:
         loaded = [self._microbatch(row, step, index) for index, row in enumerate(numbers)]
         return LocalBatch(
             microbatches=[batch for batch, _ in loaded],
-            num_valid_tokens=sum(int(batch.loss_mask.count_nonzero()) for batch, _ in loaded),
+            num_valid_tokens=sum(_count(batch.loss_mask) for batch, _ in loaded),
             num_tokens=sum(_num_tokens(batch) for batch, _ in loaded),
             fingerprint=fold_fingerprint(sum(fingerprint for _, fingerprint in loaded)),
         )
@@ -161,7 +161,12 @@ def _documents(samples: list[Sample]) -> Tensor | None:
 
 
 def _num_tokens(batch: MicroBatch) -> int:
-    return batch.tokens.numel() if batch.token_mask is None else int(batch.token_mask.count_nonzero())
+    return batch.tokens.numel() if batch.token_mask is None else _count(batch.token_mask)
+
+
+def _count(mask: Tensor) -> int:
+    """Places that are not zero, counted by numpy: a thread that loads must not start a team of its own in torch."""
+    return int(np.count_nonzero(mask.numpy()))
 
 
 def _columns(rows: list[NDArray[np.int64]] | list[NDArray[np.float32]] | list[NDArray[np.bool_]]) -> Tensor:

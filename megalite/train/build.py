@@ -10,6 +10,7 @@ import torch
 
 from megalite.data.build import Datasets, build_datasets
 from megalite.data.gpt_dataset import SampleSource
+from megalite.data.loader import Prefetcher
 from megalite.data.sampler import GlobalBatches
 from megalite.kernels.chosen import Kernels
 from megalite.models import MODELS
@@ -161,6 +162,7 @@ def build_training(
         batches=batches,
         validation=_batches(config, mpu, datasets.validation) if datasets.validation is not None else None,
         each_validation={name: _batches(config, mpu, data) for name, data in datasets.each_validation.items()},
+        loader=Prefetcher(config.data.prefetch, last_step=config.train.num_steps),
         datasets=datasets,
         num_steps=config.train.num_steps,
         model=config.model,

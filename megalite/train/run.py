@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
+from megalite.data.loader import LoaderError
 from megalite.kernels.chosen import fallback_note
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.kernels.registry import Traits
@@ -41,7 +42,7 @@ from megalite.train.trainer import NonFiniteError, Outcome, RunError, Trainer
 logger = logging.getLogger("megalite")
 
 _MENDABLE = (
-    RunError, RunFolderError, ResumeError, CheckpointError, FormatError, NonFiniteGradient, NonFiniteError,
+    RunError, RunFolderError, ResumeError, CheckpointError, FormatError, LoaderError, NonFiniteGradient, NonFiniteError,
 )  # fmt: skip
 """Errors during a run that the user can do something about."""
 

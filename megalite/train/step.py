@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalite.batch import BatchTotals
 from megalite.data.build import Datasets
+from megalite.data.loader import Prefetcher
 from megalite.data.sampler import GlobalBatches, LocalBatch, fold_fingerprint
 from megalite.models.transformer import Transformer
 from megalite.mpu import ParallelState
@@ -66,6 +67,8 @@ class Training:
     model: ModelConfig
     each_validation: dict[str, GlobalBatches] = field(default_factory=dict)
     """Validation data of each dataset alone, by its name."""
+    loader: Prefetcher = field(default_factory=lambda: Prefetcher(depth=0))
+    """What loads training batches ahead."""
     routers: list[Router] = field(default_factory=list)
     """Of this rank's stages."""
     num_skipped: int = 0
@@ -89,7 +92,7 @@ class Training:
 def train_step(training: Training, step: int) -> StepResult:
     """Forward, backward and update of one global batch."""
     mpu = training.mpu
-    local = training.batches.load(step)
+    local = training.loader.load(training.batches, step)
 
     # The loss is a mean over the valid tokens of the whole global batch. Their number is known before the first
     # backward, so micro-batches, accumulation and data parallelism drop out of every gradient.
