@@ -11,20 +11,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megalite.data.encoder import Encoded, Rejected, TextOptions, Totals
 from megalite.data.indexed import strip_suffix, token_dtype
+from megalite.data.loss_mask import MASK_SUFFIX
 from megalite.data.manifest import SUFFIX, Commit, Manifest, RangeHash, ResumeError
 from megalite.data.text_blocks import PIECE_BYTES, Block, Position, blocks
-from megalite.data.text_sources import STDIN, TEXT_SUFFIXES, Source, TextError, find_sources, same_place, total_size
+from megalite.data.text_sources import STDIN, Source, TextError, find_sources, same_place, total_size
 from megalite.data.token_spool import Committed, TokenSpool, discard, publish
 from megalite.data.tokenizer import Tokenizer, absolute_name, load_tokenizer
 from megalite.data.worker_pool import encoding
 
-__all__ = ["PIECE_BYTES", "TEXT_SUFFIXES", "ResumeError", "TextError", "TextOptions", "Totals", "preprocess"]
+__all__ = ["PIECE_BYTES", "ResumeError", "TextError", "TextOptions", "Totals", "preprocess"]
 
-MASK_SUFFIX = "_loss_mask"
 REJECTED_SUFFIX = ".rejected.jsonl"
-COMMIT_BYTES = 32 << 20
+COMMIT_BYTES = 8 << 20
 """Text between two commits: what an interruption costs at most, in each worker's time."""
 
 
@@ -37,6 +39,8 @@ class Progress(NamedTuple):
     """Bytes of input on disk that have been read."""
     total_bytes: int
     """Bytes of input on disk; 0 when that is not known."""
+    at_start: tuple[int, int]
+    """Bytes of text, and tokens, that earlier processes did."""
 
 
 def preprocess(
@@ -128,7 +132,7 @@ class _Run:
             raise FileExistsError(f"{existing[0]} already exists; choose another prefix or overwrite it")
         manifest = Manifest(self._main, self._settings(), restart=overwrite)
         try:
-            self._check_unchanged(manifest, overwrite)
+            self._check_resumable(manifest, overwrite)
             totals = self._prepare(manifest, workers)
         except BaseException as error:
             if isinstance(error, NoDocumentsError) or not manifest.commits:
@@ -175,30 +179,44 @@ class _Run:
             name, options = self.tokenizer_name, self.options
             encoded = stack.enter_context(encoding(reader.blocks(), self.tokenizer, name, options, workers))
             for result in encoded:
-                writer.write(result, reader.pending.popleft())
+                writer.write(result, reader.pending[0])
+                if result.is_last:
+                    reader.pending.popleft()
             self._complete(writer, reader.ranges.take())
         return totals
 
-    def _check_unchanged(self, manifest: Manifest, overwrite: bool) -> None:
-        """Compares the last range that was read with what is there now."""
+    def _check_resumable(self, manifest: Manifest, overwrite: bool) -> None:
+        """ResumeError when what an earlier run read or wrote is no longer there; with `overwrite` it is forgotten."""
         last = manifest.last
+        if last.done or not manifest.commits:
+            return
+        found = self._changed_source(last) or self._lost_file(last)
+        if found and not overwrite:
+            raise ResumeError(f"{found} since an earlier run was interrupted; add --overwrite to begin again")
+        if found:
+            manifest.restart(self._settings())
+
+    def _changed_source(self, last: Commit) -> str:
+        """Compares the last range that was read with what is there now."""
         source = self.sources[last.source]
         ranges = [r for r in last.ranges if r["source"] == source.path]
         if source.path == STDIN or not source.size or not ranges:
-            return
-        found = RangeHash()
-        for block in blocks(
-            source, Position(ranges[-1]["begin"]), self.options.json_keys, self.options.max_document_bytes
-        ):
+            return ""
+        found, begin, options = RangeHash(), Position(ranges[-1]["begin"]), self.options
+        for block in blocks(source, begin, options.json_keys, options.max_document_bytes):
             if block.begin.offset >= last.offset:
                 break
             found.add(source.path, block)
-        if found.take() != ranges[-1:]:
-            if not overwrite:
-                raise ResumeError(
-                    f"{source.path} has changed since an earlier run was interrupted; add --overwrite to begin again"
-                )
-            manifest.restart(self._settings())
+        return "" if found.take() == ranges[-1:] else f"{source.path} has changed"
+
+    def _lost_file(self, last: Commit) -> str:
+        for name, (prefix, dtype) in self._spooled.items():
+            documents, tokens, _ = last.outputs[name]
+            for end, size in ((".bin.tmp", tokens * np.dtype(dtype).itemsize), (".lengths.tmp", documents * 4)):
+                path = Path(prefix + end)
+                if not path.exists() or path.stat().st_size < size:
+                    return f"{path} was lost"
+        return ""
 
     def _complete(self, writer: _Writer, ranges: list[dict[str, Any]]) -> None:
         totals = writer.totals
@@ -273,12 +291,13 @@ class _Writer:
     ):
         self._run, self._manifest, self._rejected = run, manifest, rejected
         self.spools, self.totals = spools, totals
+        self._at_start = totals.bytes_read, totals.tokens
         self._cut = list[list[Any]]()
         self._at = Commit(source=manifest.last.source, offset=manifest.last.offset, number=manifest.last.number)
         self._disk_total = total_size(run.sources) if all(s.size for s in run.sources) else 0
 
     def write(self, encoded: Encoded, pending: _Pending) -> None:
-        """Appends what came of a block."""
+        """Appends what came of a block, or of a part of one."""
         run, block = self._run, pending.block
         for key, stream in zip(run.outputs, encoded.streams, strict=True):
             self.spools[key].add(stream.tokens, stream.lengths)
@@ -290,10 +309,10 @@ class _Writer:
         self.totals.add(encoded.totals)
         self._cut += map(list, encoded.cuts)
         self._at = replace(self._at, source=pending.number, offset=block.end.offset, number=block.end.number)
-        if pending.ranges:
+        if pending.ranges and encoded.is_last:
             self.commit(pending.ranges)
         before = total_size(run.sources[: pending.number])
-        run.progress(Progress(self.totals, before + block.disk_position, self._disk_total))
+        run.progress(Progress(self.totals, before + block.disk_position, self._disk_total, self._at_start))
 
     def commit(self, ranges: list[dict[str, Any]], *, done: bool = False) -> None:
         """Makes all that was written safe; `ranges` are what was read since the last commit."""
