@@ -183,8 +183,6 @@ def _model_problems(model: ModelConfig) -> list[str]:
         )
     if model.mtp_layers and MODELS[model.name].scaled_embeddings:
         found.append(f"model.mtp_layers={model.mtp_layers}: {model.name} scales its embeddings; use mtp_layers=0")
-    if model.is_latent and (model.rope_layers != "all" or model.rope_local_theta):
-        found.append("model.rope_layers, rope_local_theta: latent attention turns alike in all layers; leave them out")
     if model.parallel_residual and model.name != "gpt_neox":
         found.append(f"model.parallel_residual=true: {model.name} adds its blocks one after another; use name=gpt_neox")
     if model.vocab_size < 2 and model.label_smoothing > 0:

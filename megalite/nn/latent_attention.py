@@ -102,11 +102,11 @@ class LatentAttention(ParallelAttention):
 
         Scores do not know the order of features, as long as it is that of queries and keys.
         """
-        if context.rope is None:
+        if (rope := self.rope(context)) is None:
             return x
         if self.interleaved:
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        return self.kernels.rope(x, *context.rope)
+        return self.kernels.rope(x, *rope)
 
     def _mix_heads(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[s, b, heads, value_size]."""

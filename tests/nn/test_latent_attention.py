@@ -60,6 +60,16 @@ def test_backends_agree(form: str) -> None:
     assert not torch.allclose(results[0][0], results[1][0])
 
 
+def test_layers_that_positions_do_not_turn() -> None:
+    x = values(S, B, H)
+    turned, plain = (
+        build(config, ParallelState.single()).double()
+        for config in (LATENT, dataclasses.replace(LATENT, rope_layers="from:1"))
+    )
+    assert_equal(plain(x, context())[0], turned(x, context(rope=False))[0])
+    assert not torch.allclose(plain(x, context())[0], turned(x, context())[0])
+
+
 @pytest.mark.parametrize("widths", [(6, 4), (4, 6)], ids=str)
 def test_kernels_of_one_width_take_two(widths: tuple[int, int]) -> None:
     d, dv = widths
