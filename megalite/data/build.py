@@ -15,8 +15,9 @@ from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import DEMO_VOCAB_SIZE, prepare_demo
 from megalite.data.indexed import FormatError, IndexedDataset, strip_suffix
 from megalite.data.mixing import DatasetBuilder, Source
-from megalite.data.preprocess import TEXT_SUFFIXES, TextOptions, preprocess
+from megalite.data.preprocess import TextOptions, preprocess
 from megalite.data.rows import SampleSource
+from megalite.data.text_sources import TEXT_SUFFIXES, is_text_path
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 
 DEMO_NAME = "embedded demo"
@@ -161,7 +162,7 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
     if not config.paths:
         demo = prepare_demo(cache, vocab_size=demo_vocab, tokenizer=config.tokenizer)
         return [str(demo.prefix)], _Named(config.tokenizer or DEMO_NAME, load_tokenizer(demo.tokenizer))
-    texts = [p for p in config.paths if Path(p).suffix in TEXT_SUFFIXES]
+    texts = [p for p in config.paths if is_text_path(p)]
     for path in texts:
         if not Path(path).is_file():
             raise FileNotFoundError(f"data.paths: {path} does not exist")
@@ -184,7 +185,7 @@ def _existing(path: str) -> str:
         kind = "is not a text file that is understood" if Path(path).exists() else "does not exist"
         raise FileNotFoundError(
             f"data.paths: {path} {kind}, and there is no {prefix}.idx;"
-            f" give a {' or '.join(TEXT_SUFFIXES)} file or the PREFIX of a .bin/.idx pair"
+            f" give a {', '.join(TEXT_SUFFIXES)} file or the PREFIX of a .bin/.idx pair"
         )
     return prefix
 
@@ -221,6 +222,10 @@ def _recorded_tokenizer(data: list[IndexedDataset]) -> _Named | None:
 def _checked_source(data: IndexedDataset, name: str, tokenizer: Tokenizer | None, vocab_size: int | None) -> Source:
     """Compares the vocabularies of the data, the tokenizer and the model; ValueError when ids would not fit."""
     side = data.side_file() or {}
+    if not side:
+        log.warning(
+            "%s has no side file (Megatron's have none): that its tokenizer is ours is not checked", data.prefix
+        )
     record = side.get("tokenizer") or {}
     if data.dtype.kind == "f":
         raise FormatError(f"{data.prefix} holds {data.dtype.name}, which are not token ids")

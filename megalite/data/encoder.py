@@ -20,6 +20,7 @@ from megalite.data.text_sources import TextError
 from megalite.data.tokenizer import Tokenizer
 
 _ENCODE_BYTES = 1 << 20
+_PART_TOKENS = 1 << 22
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -106,13 +107,15 @@ class Stream(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A block of records as ids, and what was found on the way."""
+    """A block of records, or a part of a large one, as ids, and what was found on the way."""
 
     streams: list[Stream]
     rejected: list[Rejected]
     cuts: list[tuple[str, int]]
     """Place of each document that was cut, and the number of its pieces."""
     totals: Totals
+    is_last: bool
+    """Whether the block ends with it."""
 
 
 class Piece(NamedTuple):
@@ -136,10 +139,9 @@ class Encoder:
             names = {i: name for name, i in tokenizer.special_tokens.items()}
             self._chat = ChatTemplate(options.chat_template, tokenizer.special_tokens, eos=names.get(tokenizer.eod, ""))
 
-    def encode(self, block: Block) -> Encoded:
+    def encode(self, block: Block) -> Iterator[Encoded]:
         """The ids of a block, whose data is used up; a broken record raises TextError under on_error=fail."""
-        totals = Totals(bytes_read=block.size)
-        encoded = Encoded([], [], [], totals)
+        encoded = _empty(block.size)
         builders = [_StreamBuilder(self) for _ in self.options.json_keys]
         for record in records(block, self.options.json_keys, only_text=self._chat is None):
             if isinstance(record, Broken):
@@ -154,11 +156,10 @@ class Encoder:
             for builder, pieces in zip(builders, documents, strict=True):
                 for document in pieces:
                     builder.add(document)
-        encoded.streams.extend(builder.finish() for builder in builders)
-        totals.documents = sum(len(s.lengths) for s in encoded.streams)
-        totals.tokens = sum(len(s.tokens) for s in encoded.streams)
-        totals.learnt = sum(int(s.mask.sum()) for s in encoded.streams if s.mask is not None)
-        return encoded
+                    if builder.num_tokens >= _PART_TOKENS:  # a long document may be longer in ids than in bytes
+                        yield _finished(encoded, builders)
+                        encoded = _empty(0)
+        yield _finished(encoded, builders)._replace(is_last=True)
 
     def _reject(self, encoded: Encoded, broken: Broken) -> None:
         if self.options.on_error != "skip":
@@ -210,6 +211,18 @@ class Encoder:
         return document
 
 
+def _empty(size: int) -> Encoded:
+    return Encoded([], [], [], Totals(bytes_read=size), False)
+
+
+def _finished(encoded: Encoded, builders: Sequence[_StreamBuilder]) -> Encoded:
+    streams, totals = [builder.finish() for builder in builders], encoded.totals
+    totals.documents = sum(len(s.lengths) for s in streams)
+    totals.tokens = sum(len(s.tokens) for s in streams)
+    totals.learnt = sum(int(s.mask.sum()) for s in streams if s.mask is not None)
+    return encoded._replace(streams=streams)
+
+
 class _StreamBuilder:
     """Collects documents, encodes their texts in batches and joins the ids."""
 
@@ -221,6 +234,7 @@ class _StreamBuilder:
         self._tokens: list[NDArray[Any]] = []
         self._masks: list[NDArray[np.uint8]] = []
         self._lengths: list[int] = []
+        self.num_tokens = 0
 
     def add(self, document: list[Piece]) -> None:
         self._documents.append(document)
@@ -244,18 +258,23 @@ class _StreamBuilder:
             learnt = np.array([p.is_learnt for p in pieces], dtype=np.uint8)
             self._masks.append(np.repeat(learnt, sizes))
         self._documents, self._size = [], 0
+        self.num_tokens += sum(sizes)
 
     def finish(self) -> Stream:
+        """All that was added; begins anew."""
         self._flush()
         mask = np.concatenate(self._masks) if self._masked else None
-        return Stream(np.concatenate(self._tokens), np.array(self._lengths, dtype=np.int32), mask)
+        stream = Stream(np.concatenate(self._tokens), np.array(self._lengths, dtype=np.int32), mask)
+        self._tokens, self._masks, self._lengths, self.num_tokens = [], [], [], 0
+        return stream
 
 
 def joined(ids: Sequence[Any], sizes: Sequence[int], dtype: np.dtype[Any], vocab_size: int) -> NDArray[Any]:
     """Lists and arrays of ids end to end, checked against the vocabulary."""
     total = sum(sizes)
     if any(isinstance(found, np.ndarray) for found in ids):
-        flat = np.concatenate([np.asarray(found, dtype=np.int64) for found in ids]) if ids else np.empty(0, np.int64)
+        arrays = (f if isinstance(f, np.ndarray) else np.array(f, dtype=np.int32) for f in ids)
+        flat = np.concatenate(list(arrays))
     else:
         flat = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32, count=total)
     if total and not (flat.min() >= 0 and flat.max() < vocab_size):

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from megalite.data.encoder import Encoded, Rejected, TextOptions, Totals
 from megalite.data.indexed import strip_suffix, token_dtype
+from megalite.data.loss_mask import MASK_SUFFIX
 from megalite.data.manifest import SUFFIX, Commit, Manifest, RangeHash, ResumeError
 from megalite.data.text_blocks import PIECE_BYTES, Block, Position, blocks
-from megalite.data.text_sources import STDIN, TEXT_SUFFIXES, Source, TextError, find_sources, same_place, total_size
+from megalite.data.text_sources import STDIN, Source, TextError, find_sources, same_place, total_size
 from megalite.data.token_spool import Committed, TokenSpool, discard, publish
 from megalite.data.tokenizer import Tokenizer, absolute_name, load_tokenizer
 from megalite.data.worker_pool import encoding
 
-__all__ = ["PIECE_BYTES", "TEXT_SUFFIXES", "ResumeError", "TextError", "TextOptions", "Totals", "preprocess"]
+__all__ = ["PIECE_BYTES", "ResumeError", "TextError", "TextOptions", "Totals", "preprocess"]
 
-MASK_SUFFIX = "_loss_mask"
 REJECTED_SUFFIX = ".rejected.jsonl"
 COMMIT_BYTES = 32 << 20
 """Text between two commits: what an interruption costs at most, in each worker's time."""
@@ -175,7 +175,9 @@ class _Run:
             name, options = self.tokenizer_name, self.options
             encoded = stack.enter_context(encoding(reader.blocks(), self.tokenizer, name, options, workers))
             for result in encoded:
-                writer.write(result, reader.pending.popleft())
+                writer.write(result, reader.pending[0])
+                if result.is_last:
+                    reader.pending.popleft()
             self._complete(writer, reader.ranges.take())
         return totals
 
@@ -278,7 +280,7 @@ class _Writer:
         self._disk_total = total_size(run.sources) if all(s.size for s in run.sources) else 0
 
     def write(self, encoded: Encoded, pending: _Pending) -> None:
-        """Appends what came of a block."""
+        """Appends what came of a block, or of a part of one."""
         run, block = self._run, pending.block
         for key, stream in zip(run.outputs, encoded.streams, strict=True):
             self.spools[key].add(stream.tokens, stream.lengths)
@@ -290,7 +292,7 @@ class _Writer:
         self.totals.add(encoded.totals)
         self._cut += map(list, encoded.cuts)
         self._at = replace(self._at, source=pending.number, offset=block.end.offset, number=block.end.number)
-        if pending.ranges:
+        if pending.ranges and encoded.is_last:
             self.commit(pending.ranges)
         before = total_size(run.sources[: pending.number])
         run.progress(Progress(self.totals, before + block.disk_position, self._disk_total))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed import FormatError, IndexedDataset
+from megalite.data.loss_mask import loss_mask_of
 
 
 class Sample(NamedTuple):
@@ -87,6 +88,7 @@ class DocumentRows(ABC):
         self._vocab_size = vocab_size
         self._positions = _frozen(np.arange(seq_len, dtype=np.int64))
         self._full_mask = _frozen(np.ones(seq_len, dtype=np.float32))
+        self._learnt = loss_mask_of(source)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -110,7 +112,7 @@ class DocumentRows(ABC):
             tokens,
             labels,
             # The label of the last token that is there is unknown.
-            self._loss_mask(tokens, count - 1, starts),
+            self._learnt_part(i, self._loss_mask(tokens, count - 1, starts)),
             self._positions - documents if documents is not None and self.rules.reset_positions else self._positions,
             self._positions < size if size < self.seq_len else None,
             documents if self.rules.reset_attention else None,
@@ -137,6 +139,17 @@ class DocumentRows(ABC):
                 f" vocabulary has {self._vocab_size} entries; is it the right tokenizer?"
             )
         return row, count, starts
+
+    def _learnt_part(self, i: int, mask: NDArray[np.float32]) -> NDArray[np.float32]:
+        """`mask` less the labels of row i that the mask beside the tokens (see loss_mask) leaves out."""
+        if self._learnt is None:
+            return mask
+        row = np.zeros(self.seq_len + 1, dtype=np.float32)
+        count = 0
+        for piece in self.pieces(i):
+            row[count : count + piece.length] = self._learnt.get(*piece)
+            count += piece.length
+        return mask * row[1:]
 
     def _loss_mask(self, tokens: NDArray[np.int64], known: int, starts: list[int]) -> NDArray[np.float32]:
         """Which labels count, of which the first `known` are there; `starts` may name the place after the row."""

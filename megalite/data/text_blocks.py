@@ -237,9 +237,11 @@ def _json_records(
             continue
         del line
         try:
-            yield Record(place, json_values(text, place, keys, only_text))
+            found = Record(place, json_values(text, place, keys, only_text))
         except TextError as error:
-            yield Broken(place, str(error), text.encode())
+            found = Broken(place, str(error), text.encode())
+        del text
+        yield found
 
 
 def json_values(text: str, place: str, keys: Sequence[str], only_text: bool) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -14,11 +15,14 @@ import numpy as np
 import sentencepiece
 
 from megalite.data.fim import SENTINELS
+from megalite.data.sentencepiece_cuts import cuts_at_spaces, pieces_at_spaces
 
 Ids = Sequence[int]
 """Token ids: a list or an array."""
 SPACE_RUNS = (2, 3, 4, 8, 12, 16)
 """Lengths of the runs of spaces that are tokens of their own, so that indented text stays short."""
+LONG_TEXT = 1 << 18
+"""Longer texts are encoded in parts where that gives the same ids."""
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 KINDS = ("sentencepiece", "huggingface", "hf", "tiktoken", "gigatoken")
 """What a tokenizer's name may begin with, before a colon."""
@@ -105,7 +109,18 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         """The ids of each text."""
+        if max(map(len, texts), default=0) > LONG_TEXT and self._cuts_at_spaces:
+            return [self._long(text) if len(text) > LONG_TEXT else self.encode(text) for text in texts]
         return self._model.encode(list(texts), add_bos=False, add_eos=False, num_threads=1)
+
+    @functools.cached_property
+    def _cuts_at_spaces(self) -> bool:
+        return cuts_at_spaces(self.serialized())
+
+    def _long(self, text: str) -> Ids:
+        """The ids of a text as an array, encoded a part at a time."""
+        parts = [np.array(self.encode(part), dtype=np.int32) for part in pieces_at_spaces(text, LONG_TEXT)]
+        return np.concatenate(parts)  # pyright: ignore[reportReturnType]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""

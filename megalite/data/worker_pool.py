@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import queue
@@ -25,7 +26,7 @@ def encoding(
 ) -> Iterator[Iterator[Encoded]]:
     """The encoded blocks in order, by `workers` processes (1: by this one)."""
     if workers == 1:
-        yield map(Encoder(tokenizer, options).encode, blocks)
+        yield itertools.chain.from_iterable(map(Encoder(tokenizer, options).encode, blocks))
         return
     pool = WorkerPool()
     try:
@@ -64,21 +65,27 @@ class WorkerPool:
         sent = received = 0
         for block in blocks:
             with self._alive(sent) as connection:
+                data, block.data = block.data, b""
                 connection.send(block)
-            block.data = b""  # a long line need not be held here as well
+                connection.send_bytes(data)  # as it is: pickled, a long line would be held twice
+            del data
             sent += 1
             if sent - received == 2 * len(self._processes):
-                yield self._receive(received)
+                yield from self._receive(received)
                 received += 1
         for number in range(received, sent):
-            yield self._receive(number)
+            yield from self._receive(number)
 
-    def _receive(self, number: int) -> Encoded:
-        with self._alive(number) as connection:
-            result = connection.recv()
-        if isinstance(result, Exception):
-            raise result
-        return result
+    def _receive(self, number: int) -> Iterator[Encoded]:
+        """The parts of block `number`."""
+        is_last = False
+        while not is_last:
+            with self._alive(number) as connection:
+                result = connection.recv()
+            if isinstance(result, Exception):
+                raise result
+            is_last = result.is_last
+            yield result
 
     @contextlib.contextmanager
     def _alive(self, number: int) -> Iterator[Connection[Any, Any]]:
@@ -110,17 +117,23 @@ def _work(connection: Connection[Any, Any], tokenizer_name: str, options: TextOp
     while True:
         block = blocks.get()
         try:
-            result: Encoded | Exception = encoder.encode(block)
+            for part in encoder.encode(block):
+                connection.send(part)
+        except (BrokenPipeError, ConnectionError):
+            os._exit(1)  # the parent is gone
         except TextError as error:
-            result = error
+            connection.send(error)
         except Exception as error:  # whatever it is, the parent must hear of it, and it may not pickle
-            result = RuntimeError(f"{type(error).__name__} near {block.source}:{block.begin.number}: {error}")
-        connection.send(result)
+            connection.send(RuntimeError(f"{type(error).__name__} near {block.source}:{block.begin.number}: {error}"))
+        del block
 
 
 def _take_in(connection: Connection[Any, Any], blocks: queue.Queue[Block]) -> None:
     try:
         while True:
-            blocks.put(connection.recv())
+            block = connection.recv()
+            block.data = connection.recv_bytes()
+            blocks.put(block)
+            del block
     except (EOFError, OSError):
         os._exit(1)  # the parent is gone

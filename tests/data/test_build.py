@@ -169,7 +169,7 @@ def test_corpus_smaller_than_a_sequence(cache: Path, tmp_path: Path, caplog: pyt
 def test_missing_and_odd_paths(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("x")
     for path, message in (
-        (tmp_path / "none", r"none does not exist, and there is no .*none\.idx; give a \.jsonl or \.txt file"),
+        (tmp_path / "none", r"none does not exist, and there is no .*none\.idx; give a \.jsonl, \.txt, \.parquet file"),
         (tmp_path / "none.jsonl", r"none\.jsonl does not exist"),
         (tmp_path / "notes.md", "is not a text file that is understood"),
     ):

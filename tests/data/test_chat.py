@@ -2,10 +2,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megalite.data.chat import CHATML, ChatError, ChatPiece, ChatTemplate
-from megalite.data.indexed import IndexedDataset
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed import FormatError, IndexedDataset, IndexedWriter
+from megalite.data.packed_dataset import PackedDataset
 from megalite.data.preprocess import TextOptions, preprocess
 from megalite.data.tokenizer import find_chat_template, load_tokenizer, train_sentencepiece
 
@@ -86,6 +89,34 @@ def test_files_carry_a_mask(tmp_path: Path) -> None:
         assert ids[mask == 1].tolist() == learnt
         assert int((ids == end).sum()) == (5 if len(said) == 2 else 3) and ids[-1] == tokenizer.eod
     assert totals.learnt == int(masks.tokens.sum())
+    for seq_len in (11, 500):
+        for extra_token in (True, False):
+            rows = GPTDataset(data, seq_len=seq_len, seed=3, num_samples=40, extra_token=extra_token)
+            _check_rows(rows, masks)
+    packed = PackedDataset(data, pack="best_fit", seq_len=64, seed=3, num_samples=10)
+    _check_rows(packed, masks)
+
+
+def _check_rows(rows: GPTDataset | PackedDataset, masks: IndexedDataset) -> None:
+    """A label counts where its token is learnt, and where it would count without a mask."""
+    counted = 0
+    for i in range(len(rows)):
+        places = [masks[p.sequence][p.begin : p.begin + p.length] for p in rows.pieces(i)]
+        learnt = np.concatenate([*places, np.zeros(rows.seq_len + 1, np.uint8)])[1 : rows.seq_len + 1]
+        known = sum(p.length for p in rows.pieces(i)) - 1
+        learnt[known:] = 0
+        assert rows[i].loss_mask.tolist() == learnt.tolist()
+        counted += int(learnt.sum())
+    assert counted
+
+
+def test_a_mask_of_other_data_is_refused(tmp_path: Path) -> None:
+    for name, lengths in (("x", [3, 4]), ("x_loss_mask", [4, 3])):
+        with IndexedWriter(tmp_path / name, dtype="u1") as writer:
+            for length in lengths:
+                writer.add_document([1] * length)
+    with pytest.raises(FormatError, match="is not the mask of"):
+        GPTDataset(IndexedDataset(tmp_path / "x"), seq_len=3, seed=1)
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 import base64
 import json
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megalite.data.sentencepiece_cuts import cuts_at_spaces
 from megalite.data.tokenizer import ByteTokenizer, absolute_name, load_tokenizer, train_sentencepiece
 from megalite.data.tokenizer_backends import train_byte_bpe
 
@@ -78,6 +81,22 @@ def test_batches_are_the_same_as_single_texts(model: Path, tmp_path: Path) -> No
     for name in (str(model), "byte", str(tmp_path)):
         tokenizer = load_tokenizer(name)
         assert [list(ids) for ids in tokenizer.encode_batch(texts)] == list(map(tokenizer.encode, texts))
+
+
+def test_long_texts_are_cut_only_where_their_ids_stay(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(5)
+    parts = [*" \n\u2581\0ü日", "  ", " the", "cat ", "\n\n  deep", "def f(x)", " \t "]
+    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 400))) for _ in range(60)]
+    tokenizer = load_tokenizer(model)
+    whole = [tokenizer.encode(text) for text in texts]
+    monkeypatch.setattr("megalite.data.tokenizer.LONG_TEXT", 7)
+    found = tokenizer.encode_batch(texts)
+    assert [list(ids) for ids in found] == whole
+    assert any(isinstance(ids, np.ndarray) for ids in found)
+    unigram = train_sentencepiece(TEXTS, tmp_path / "u.model", 296, model_type="unigram")
+    assert cuts_at_spaces(model.read_bytes()) and not cuts_at_spaces(unigram.serialized())
 
 
 def test_names_and_kinds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
