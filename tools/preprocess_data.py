@@ -140,15 +140,15 @@ class Rates:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._first: tuple[int, int, int] | None = None
 
     def describe(self, done: Done) -> str:
         """Megabytes, documents, tokens, their rates, and the time that is left."""
-        now = (done.totals.bytes_read, done.totals.tokens, done.disk_bytes)
-        self._first = self._first or now
         seconds = max(time.monotonic() - self._start, 1e-9)
-        text, tokens, disk = ((a - b) / seconds for a, b in zip(now, self._first, strict=True))
-        left = f", {(done.total_bytes - done.disk_bytes) / disk:.0f} s left" if disk > 0 and done.total_bytes else ""
+        now = done.totals.bytes_read, done.totals.tokens
+        text, tokens = ((a - b) / seconds for a, b in zip(now, done.at_start, strict=True))
+        # The rest has as much text to a byte on disk as what has been read.
+        remaining = (done.total_bytes / max(done.disk_bytes, 1) - 1) * done.totals.bytes_read
+        left = f", {remaining / text:.0f} s left" if text > 0 and done.total_bytes else ""
         whole = f" of {done.total_bytes / 1e6:.1f} MB" if done.total_bytes else " MB"
         return (
             f"{done.disk_bytes / 1e6:.1f}{whole} read, {done.totals.documents:,} documents,"

@@ -59,6 +59,7 @@ class Manifest:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _open_locked(self._scratch)
         self.commits: list[Commit] = []
+        """The last one, if there is any."""
         try:
             lines = self._whole_lines()
             try:
@@ -73,7 +74,7 @@ class Manifest:
         except BaseException:
             self._file.close()
             raise
-        self.commits = [Commit(**json.loads(line)) for line in lines[1:]]
+        self.commits = [Commit(**json.loads(line)) for line in lines[1:][-1:]]
 
     def restart(self, settings: dict[str, Any]) -> None:
         """Forgets what an earlier run did."""

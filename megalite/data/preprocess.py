@@ -24,7 +24,7 @@ from megalite.data.worker_pool import encoding
 __all__ = ["PIECE_BYTES", "ResumeError", "TextError", "TextOptions", "Totals", "preprocess"]
 
 REJECTED_SUFFIX = ".rejected.jsonl"
-COMMIT_BYTES = 32 << 20
+COMMIT_BYTES = 8 << 20
 """Text between two commits: what an interruption costs at most, in each worker's time."""
 
 
@@ -37,6 +37,8 @@ class Progress(NamedTuple):
     """Bytes of input on disk that have been read."""
     total_bytes: int
     """Bytes of input on disk; 0 when that is not known."""
+    at_start: tuple[int, int]
+    """Bytes of text, and tokens, that earlier processes did."""
 
 
 def preprocess(
@@ -275,6 +277,7 @@ class _Writer:
     ):
         self._run, self._manifest, self._rejected = run, manifest, rejected
         self.spools, self.totals = spools, totals
+        self._at_start = totals.bytes_read, totals.tokens
         self._cut = list[list[Any]]()
         self._at = Commit(source=manifest.last.source, offset=manifest.last.offset, number=manifest.last.number)
         self._disk_total = total_size(run.sources) if all(s.size for s in run.sources) else 0
@@ -295,7 +298,7 @@ class _Writer:
         if pending.ranges and encoded.is_last:
             self.commit(pending.ranges)
         before = total_size(run.sources[: pending.number])
-        run.progress(Progress(self.totals, before + block.disk_position, self._disk_total))
+        run.progress(Progress(self.totals, before + block.disk_position, self._disk_total, self._at_start))
 
     def commit(self, ranges: list[dict[str, Any]], *, done: bool = False) -> None:
         """Makes all that was written safe; `ranges` are what was read since the last commit."""

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import PIECE_BYTES, TextError, TextOptions, preprocess
+from megalite.data.preprocess import PIECE_BYTES, Progress, TextError, TextOptions, Totals, preprocess
 from megalite.data.text_blocks import Position, blocks
 from megalite.data.text_sources import find_sources
 from megalite.data.tokenizer import load_tokenizer
 from tests.data.reference import prefix
+from tools.preprocess_data import Rates
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -202,6 +203,16 @@ def test_the_tool_from_text_to_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode(data[7].tolist()) == "the cat number 7 sat on the mat\n" and data[7][-1] == tokenizer.eod
     side = data.side_file()
     assert side is not None and side["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+
+
+def test_progress_names_rates_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    rates = Rates()
+    monkeypatch.setattr(time, "monotonic", lambda: 110.0)
+    totals = Totals(documents=1234, tokens=3_000_000, bytes_read=50_000_000)
+    line = rates.describe(Progress(totals, 20_000_000, 40_000_000, (30_000_000, 1_000_000)))
+    assert line == "20.0 of 40.0 MB read, 1,234 documents, 3,000,000 tokens, 2.00 MB/s, 200,000 tokens/s, 25 s left"
+    assert rates.describe(Progress(totals, 0, 0, (0, 0))).startswith("0.0 MB read")
 
 
 def test_exit_status(tmp_path: Path) -> None:
