@@ -214,7 +214,7 @@ def _recorded_tokenizer(data: list[IndexedDataset]) -> _Named | None:
     record = (data[0].side_file() or {}).get("tokenizer") or {}
     try:
         tokenizer = load_tokenizer(record["name"])
-    except (KeyError, OSError, ValueError):
+    except (KeyError, OSError, ValueError, ImportError):
         return None
     return _Named(record["name"], tokenizer) if tokenizer.fingerprint == record.get("fingerprint") else None
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megalite.data.encoder import Encoded, Rejected, TextOptions, Totals
 from megalite.data.indexed import strip_suffix, token_dtype
 from megalite.data.loss_mask import MASK_SUFFIX
@@ -130,7 +132,7 @@ class _Run:
             raise FileExistsError(f"{existing[0]} already exists; choose another prefix or overwrite it")
         manifest = Manifest(self._main, self._settings(), restart=overwrite)
         try:
-            self._check_unchanged(manifest, overwrite)
+            self._check_resumable(manifest, overwrite)
             totals = self._prepare(manifest, workers)
         except BaseException as error:
             if isinstance(error, NoDocumentsError) or not manifest.commits:
@@ -183,26 +185,38 @@ class _Run:
             self._complete(writer, reader.ranges.take())
         return totals
 
-    def _check_unchanged(self, manifest: Manifest, overwrite: bool) -> None:
-        """Compares the last range that was read with what is there now."""
+    def _check_resumable(self, manifest: Manifest, overwrite: bool) -> None:
+        """ResumeError when what an earlier run read or wrote is no longer there; with `overwrite` it is forgotten."""
         last = manifest.last
+        if last.done or not manifest.commits:
+            return
+        found = self._changed_source(last) or self._lost_file(last)
+        if found and not overwrite:
+            raise ResumeError(f"{found} since an earlier run was interrupted; add --overwrite to begin again")
+        if found:
+            manifest.restart(self._settings())
+
+    def _changed_source(self, last: Commit) -> str:
+        """Compares the last range that was read with what is there now."""
         source = self.sources[last.source]
         ranges = [r for r in last.ranges if r["source"] == source.path]
         if source.path == STDIN or not source.size or not ranges:
-            return
-        found = RangeHash()
-        for block in blocks(
-            source, Position(ranges[-1]["begin"]), self.options.json_keys, self.options.max_document_bytes
-        ):
+            return ""
+        found, begin, options = RangeHash(), Position(ranges[-1]["begin"]), self.options
+        for block in blocks(source, begin, options.json_keys, options.max_document_bytes):
             if block.begin.offset >= last.offset:
                 break
             found.add(source.path, block)
-        if found.take() != ranges[-1:]:
-            if not overwrite:
-                raise ResumeError(
-                    f"{source.path} has changed since an earlier run was interrupted; add --overwrite to begin again"
-                )
-            manifest.restart(self._settings())
+        return "" if found.take() == ranges[-1:] else f"{source.path} has changed"
+
+    def _lost_file(self, last: Commit) -> str:
+        for name, (prefix, dtype) in self._spooled.items():
+            documents, tokens, _ = last.outputs[name]
+            for end, size in ((".bin.tmp", tokens * np.dtype(dtype).itemsize), (".lengths.tmp", documents * 4)):
+                path = Path(prefix + end)
+                if not path.exists() or path.stat().st_size < size:
+                    return f"{path} was lost"
+        return ""
 
     def _complete(self, writer: _Writer, ranges: list[dict[str, Any]]) -> None:
         totals = writer.totals

@@ -82,10 +82,10 @@ class TokenSpool:
             file.write(HEADER.pack(MAGIC, VERSION, code, sequences, self.documents + 1))
             for chunk in self._length_chunks():
                 file.write(chunk[chunk > 0].tobytes())
-            for starts in self._running_sums(lambda chunk: chunk[chunk > 0]):
+            for starts in self.running_sums(lambda chunk: chunk[chunk > 0]):
                 file.write((starts[:-1] * self.dtype.itemsize).tobytes())
             file.write(bytes(8))
-            for marks in self._running_sums(lambda chunk: chunk > 0):
+            for marks in self.running_sums(lambda chunk: chunk > 0):
                 file.write(marks[1:].tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -103,7 +103,7 @@ class TokenSpool:
             while data := file.read(4 * _CHUNK):
                 yield np.frombuffer(data, dtype="<i4")
 
-    def _running_sums(self, of: Any) -> Iterator[NDArray[np.int64]]:
+    def running_sums(self, of: Any) -> Iterator[NDArray[np.int64]]:
         """int64 [n + 1] for each chunk: the sum before each of its values, and after the last."""
         total = 0
         for chunk in self._length_chunks():
@@ -142,10 +142,9 @@ def discard(prefix: str) -> None:
 def _open_at(path: str, size: int) -> BinaryIO:
     """Opens a file to append after its first `size` bytes."""
     file = open(path, "ab")  # noqa: SIM115 (the spool keeps it)
-    if file.tell() < size:
+    found = file.tell()
+    if found < size:
         file.close()
-        raise OSError(
-            f"{path} has {file.tell()} bytes, an earlier run had written {size}; begin again with --overwrite"
-        )
+        raise OSError(f"{path} has {found} bytes, an earlier run had written {size}; begin again with --overwrite")
     file.truncate(size)
     return file

@@ -146,6 +146,16 @@ def test_other_settings_or_other_text_do_not_go_on(inputs: list[Path], tmp_path:
     assert _hashes(tmp_path / "x") == _hashes(tmp_path / "whole")
 
 
+def test_a_lost_file_is_noticed(inputs: list[Path], tmp_path: Path) -> None:
+    _interrupt(inputs, tmp_path / "x")
+    (tmp_path / "x.bin.tmp").unlink()
+    with pytest.raises(ResumeError, match=r"x\.bin\.tmp was lost"):
+        _run(inputs, tmp_path / "x")
+    _run(inputs, tmp_path / "x", overwrite=True)
+    _run(inputs, tmp_path / "whole")
+    assert _hashes(tmp_path / "x") == _hashes(tmp_path / "whole")
+
+
 def test_a_run_that_replaces_files_goes_on_too(inputs: list[Path], tmp_path: Path) -> None:
     preprocess(inputs[1:2], tmp_path / "x", "byte", options=OPTIONS)
     old = (tmp_path / "x.bin").read_bytes()
