@@ -26,7 +26,7 @@ from megalite.data.build import build_datasets
 from megalite.data.config import DataConfig
 from megalite.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megalite.data.tokenizer_export import tokenizer_files
-from megalite.train.hf import KEPT, TENSORS, export_model, import_model, kept_by, kept_like, run_of
+from megalite.train.hf import TENSORS, export_model, import_model, keep, kept_by, kept_like, run_of
 from megalite.train.resume import identity
 
 GENERATION = "generation_config.json"
@@ -63,9 +63,8 @@ def import_folder(
         settings = {name: value for name, value in identity(config).items() if name.startswith("model.")}
         state = {"updates": 0, "hugging_face": str(address), "config": settings}
         run = folder_at(run_dir)
-        for name, text in found.files.items():
-            _write(run, f"{KEPT}/{name}", text)
-        _write(run, "config.yaml", dump_yaml(content).encode())
+        keep(run, found.files)
+        run.replace_text("config.yaml", dump_yaml(content))
         size = sum(tensor.nbytes for tensor in found.tensors)
         with progress("writing", size) as report:
             return write_checkpoint(
@@ -79,13 +78,6 @@ def _set_fields(model: Any) -> dict[str, Any]:
     plain = type(model)()
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     return {name: value for name, value in values.items() if name == "name" or value != getattr(plain, name)}
-
-
-def _write(run: Folder, path: str, content: bytes) -> None:
-    if isinstance(run.address, Path):
-        (run.address / path).parent.mkdir(parents=True, exist_ok=True)
-    with run.writer(path) as file:
-        file.write(content)
 
 
 def export_folder(

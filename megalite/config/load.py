@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from megalite.config import from_hf
 from megalite.config.sections import (
     SECTIONS,
     Config,
@@ -23,6 +24,7 @@ from megalite.config.sections import (
 )
 from megalite.config.values import check_word, convert, dump_yaml, read_yaml
 from megalite.files import replace_text
+from megalite.nn.config import ModelConfig
 
 Values = dict[str, dict[str, Any]]
 
@@ -46,6 +48,7 @@ def load_config(argv: Sequence[str], *, prog: str | None = None, description: st
     problems += [*_option_problems(argv), *_value_problems(argv)]
     if problems:
         raise ConfigError(problems)
+    found = _from_hf(argv, values["model"])
     parsed = tyro.cli(
         _CommandLine,
         prog=prog,
@@ -54,10 +57,26 @@ def load_config(argv: Sequence[str], *, prog: str | None = None, description: st
         args=_plain_flags(argv),
     )
     config = Config(**{name: getattr(parsed, name) for name in SECTIONS})
+    if found is not None and (problems := from_hf.problems(found, config.model)):
+        raise ConfigError(problems)
     if config.train.run_dir is None:
         name = Path(files[0]).stem if files else "default"
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=f"runs/{name}"))
     return config
+
+
+def _from_hf(argv: Sequence[str], model: dict[str, Any]) -> ModelConfig | None:
+    """The model that another folder describes, if one is named; its fields go below those of `model`."""
+    folder = from_hf.folder_of(argv, model)
+    if folder is None:
+        return None
+    try:
+        found = from_hf.found_model(folder, model)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if found is not None:
+        model |= dataclasses.asdict(found) | model
+    return found
 
 
 def config_files(argv: Sequence[str]) -> list[str]:

@@ -80,6 +80,9 @@ class ModelConfig(MoEConfig):
 
     name: str = "llama"
     """Architecture: a key of megalite.models.MODELS (gpt2, llama, qwen3, lfm2, gpt_oss, qwen2_moe, deepseek)."""
+    from_hf: str | None = None
+    """A folder of Hugging Face (config.json, safetensors) to take all that follows from, and at step 0 the weights; a
+    path, or a URL. What is set beside it must agree, but for dropout, losses, routing in training and rope_."""
     num_layers: int = 8
     """Transformer layers."""
     hidden_size: int = 256

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import fingerprint, store
-from megalite.checkpoint.agree import on_first
+from megalite.checkpoint.agree import on_first, together
 from megalite.checkpoint.background import BackgroundSaver, Saved
+from megalite.checkpoint.folder import folder_at
 from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.checkpoint.store import Retention
 from megalite.checkpoint.stored import WEIGHTS
 from megalite.mpu import ParallelState
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import Shard, buffer_tensors, shard_of
+from megalite.train import hf
 from megalite.train.resume import (
     Origin,
     ResumeError,
@@ -96,18 +98,38 @@ class RunCheckpoints:
     def load_start(self) -> Path | str | None:
         """Takes over weights and optimizer state from `checkpoint.load`, for a run that begins at step 0.
 
+        Without it, the weights of `model.from_hf`, if there is one.
+
         A checkpoint of weights alone (averaged, imported) leaves the optimizer, and buffers that it lacks, as they are.
         """
         start = self._config.checkpoint.load
         if start is None:
-            return None
-        kinds = on_first(self._mpu, f"cannot load {start}", lambda: Manifest.read(store.find_checkpoint(start)).kinds)
+            return self._load_hf()
+        place = on_first(self._mpu, f"cannot load {start}", lambda: store.find_checkpoint(start))
+        kinds = on_first(self._mpu, f"cannot load {start}", lambda: Manifest.read(folder_at(place)).kinds)
+        on_first(self._mpu, f"cannot keep the files of {start}", lambda: hf.keep_from(folder_at(self._home), place))
         if kinds <= set(WEIGHTS):
             logger.info("%s holds weights alone: the optimizer begins anew", start)
             self._load(start, optional=[kind for kind in state_tensors(self._training) if kind != "parameter"])
         else:
             self._load(start)
         return start
+
+    def _load_hf(self) -> str | None:
+        """Takes over the weights of `model.from_hf`; each rank reads the tensors of which it holds a part."""
+        address = self._config.model.from_hf
+        if address is None:
+            return None
+
+        def read() -> None:
+            with hf.HFFolder(address) as source, torch.no_grad():
+                found = hf.import_model(source)
+                hf.load_weights(found, state_tensors(self._training))
+                if self._mpu.world.is_first:
+                    hf.keep(folder_at(self._home), found.files)
+
+        together(self._mpu, f"cannot load {address}", read)
+        return address
 
     def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
         optimizer = self._training.optimizer

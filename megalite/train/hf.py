@@ -77,14 +77,14 @@ def import_model(source: HFFolder, *, dtype: torch.dtype | None = None, ignore: 
 
 
 def load_weights(found: Imported, tensors: Tensors) -> None:
-    """Puts what this rank holds of a model into its tensors (kinds parameter and buffer), in place; any layout.
+    """Puts what this rank holds of a model into its tensors (parameter, master and buffer), in place; any layout.
 
     Buffers that the folder has not stay as they are. Memory: a whole tensor at a time.
     """
     whole = {tensor.key: tensor for tensor in found.tensors}
-    for kind in ("parameter", "buffer"):
+    for kind, theirs in (("parameter", "parameter"), ("master", "parameter"), ("buffer", "buffer")):
         for shard, local in tensors.get(kind, ()):
-            key = f"{kind}/{shard.tied_to or shard.name}"
+            key = f"{theirs}/{shard.tied_to or shard.name}"
             if key not in whole and kind == "buffer":
                 continue
             made = whole[key].make()
@@ -92,6 +92,26 @@ def load_weights(found: Imported, tensors: Tensors) -> None:
                 raise CheckpointError(f"{key} is {list(made.shape)} there and {list(shard.shape)} here")
             for offset, sizes, view in shard.pieces(local):
                 view.copy_(made[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))])
+
+
+def has_config(address: str | Path) -> bool:
+    """Whether there is a folder of Hugging Face."""
+    return folder_at(address).size(CONFIG) is not None
+
+
+def keep(run: Folder, files: Mapping[str, bytes]) -> None:
+    """Writes what an export of the run will need into its folder."""
+    for name, content in files.items():
+        if isinstance(run.address, Path):
+            (run.address / KEPT).mkdir(parents=True, exist_ok=True)
+        with run.writer(f"{KEPT}/{name}") as file:
+            file.write(content)
+
+
+def keep_from(run: Folder, checkpoint: Path | str) -> None:
+    """The same for a run that begins from a checkpoint whose run has such files."""
+    if (kept := kept_by(run_of(checkpoint))) is not None:
+        keep(run, {**kept.files, TENSORS: json.dumps(kept.tensors).encode()})
 
 
 def _read(source: HFFolder, ignore: Iterable[str]) -> tuple[Family, ModelConfig]:

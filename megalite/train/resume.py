@@ -23,6 +23,7 @@ from megalite.train.sections import ResumeSections
 logger = logging.getLogger("megalite")
 
 _NO_DIFFERENCE = (
+    "model.from_hf",
     "data.paths", "data.validation", "data.validate_each",
     "data.cache_dir", "data.num_samples", "data.tokenizer", "data.json_key", "optim.offload",
     "optim.post_validation", "optim.master_weights", "optim.stochastic_rounding",

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.checkpoint.hf import HFFolder
 from megalite.checkpoint.stored import StoredCheckpoint
 from megalite.config import Config
-from megalite.config.load import save_config
+from megalite.config.load import load_config, save_config
 from megalite.data.tokenizer import ByteTokenizer, train_sentencepiece
 from megalite.data.tokenizer_export import tokenizer_files
 from megalite.layout import parse_layout
@@ -312,6 +312,39 @@ def test_a_layout_exports_what_one_rank_does(tokens: str, tmp_path: Path, comman
     for name, tensor in one.items():
         torch.testing.assert_close(four[name], tensor, rtol=1e-10, atol=1e-12)
     assert (tmp_path / "one_out/config.json").read_text() == (tmp_path / "four_out/config.json").read_text()
+
+
+# ---- going on from a folder
+
+
+def start(mpu: ParallelState, config: Config, folder: Path) -> None:
+    """Takes the weights over, and saves them."""
+    checkpoints = RunCheckpoints(config, build_training(config, mpu, torch.device("cpu")), folder)
+    assert checkpoints.load_start() == config.model.from_hf
+    checkpoints.save(0)
+
+
+def test_a_run_goes_on_from_a_folder(tokens: str, tmp_path: Path, command: Command, world: World) -> None:
+    """Its architecture is that of config.json; weights come on any layout; masters are exact; so is an export."""
+    source = write(tmp_path / "source", LLAMA | {"vocab_size": 61}, weights(LLAMA | {"vocab_size": 61}, torch.float32))
+    arguments = ["--model.from-hf", str(source), "--model.hidden-dropout", "0.1", "--train.precision", "bf16"]
+    config = load_config(arguments)
+    assert config.model.head_dim == 10 and config.model.rope_scaling == "llama3" and config.model.hidden_dropout == 0.1
+    with pytest.raises(ValueError, match=r"model\.hidden_size=48: .* has 24; leave it out"):
+        load_config([*arguments, "--model.hidden-size", "48"])
+    with pytest.raises(ValueError, match="is no model of Hugging Face"):
+        load_config(["--model.from-hf", str(tmp_path)])
+    save_config(config, tmp_path / "merged.yaml")
+    config = dataclasses.replace(config_for("llama", tokens, tmp_path / "cache", precision="bf16"), model=config.model)
+    layout = parse_layout("tp2+sp")
+    world.run(start, layout.apply(config), tmp_path / "two", layout=layout.parallel, ranks=2, timeout=120.0)
+    command("to-hf", tmp_path / "two", tmp_path / "out")
+    before, after = contents(source), contents(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before) and before.keys() == after.keys()
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == LLAMA | {"vocab_size": 61}
+    source.rename(tmp_path / "elsewhere")
+    assert load_config(["--config", str(tmp_path / "merged.yaml")]).model == config.model
 
 
 # ---- tokenizers

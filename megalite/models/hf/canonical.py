@@ -15,6 +15,12 @@ TRAINING_ONLY = (
 )  # fmt: skip
 """Fields that change nothing of the logits: a config.json need not say them, and a run may set them as it likes."""
 _PLAIN = ModelConfig()
+MAY_DIFFER = (
+    *TRAINING_ONLY, "from_hf", "capacity_factor", "drop_policy", "pad_to_capacity", "rope_theta", "rope_scaling",
+    "rope_factor", "rope_original_positions", "rope_length", "rope_low_freq_factor", "rope_high_freq_factor",
+    "rope_beta_fast", "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim", "rope_attention_factor", "rope_truncate",
+)  # fmt: skip
+"""Fields that a run may set otherwise than the model that it goes on from: the weights fit all the same."""
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
@@ -22,7 +28,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
 
     Two models with the same logits from the same weights are then equal.
     """
-    values = _defaults(TRAINING_ONLY) | {
+    values = _defaults((*TRAINING_ONLY, "from_hf")) | {
         "num_kv_heads": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size,
         "attention_layers": _numbers(model, model.is_attention_layer), "attention_scale": model.score_scale,
     }  # fmt: skip
@@ -36,6 +42,13 @@ def differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """The fields by which they differ."""
     a, b = canonical(a), canonical(b)
     return [name for name in _names(ModelConfig) if getattr(a, name) != getattr(b, name)]
+
+
+def contradictions(found: ModelConfig, model: ModelConfig) -> list[str]:
+    """The fields that `model` has otherwise than the one it goes on from, and may not."""
+    return [
+        name for name in _names(ModelConfig) if name not in MAY_DIFFER and getattr(found, name) != getattr(model, name)
+    ]
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:
