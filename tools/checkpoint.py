@@ -5,6 +5,7 @@
     python tools/checkpoint.py diff runs/x runs/y/checkpoints/step_00000010
     python tools/checkpoint.py reshard runs/x runs/y --layout tp2+pp2
     python tools/checkpoint.py average runs/x runs/mean --last 3
+    python tools/checkpoint.py merge-lora runs/tuned runs/merged
     python tools/checkpoint.py import-megatron /data/megatron_run runs/start --vocab-size 50257
     python tools/checkpoint.py from-hf /data/Qwen3-0.6B runs/qwen3
     python tools/checkpoint.py to-hf runs/qwen3 /data/mine --dtype bf16
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -35,6 +37,7 @@ from megalite.checkpoint.average import averaged
 from megalite.checkpoint.compare import Comparison, compare, flat, nbytes_of
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.folder import folder_at
+from megalite.checkpoint.lora import merged, merged_state
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.megatron.convert import import_megatron
 from megalite.checkpoint.reading import damages
@@ -130,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     average.add_argument("--weights", type=float, nargs="+", metavar="W", help="one for each; divided by their sum")
     average.add_argument("--files", type=int, default=1, metavar="N", help="files of one size to write (default 1)")
     _add_largest(average)
+
+    merge = command("merge-lora", _merge_lora, "put low-rank adapters into the weights")
+    merge.add_argument("source", metavar="CHECKPOINT")
+    merge.add_argument("run_dir", metavar="RUN_DIR")
+    merge.add_argument("--base", metavar="CHECKPOINT", help="the frozen weights, of a run with lora.separate")
+    merge.add_argument("--files", type=int, default=1, metavar="N", help="files of one size to write (default 1)")
+    _add_largest(merge)
 
     megatron = command("import-megatron", _import_megatron, "weights of a Megatron-LM GPT (torch or torch_dist)")
     megatron.add_argument("source", metavar="MEGATRON_DIR")
@@ -381,6 +391,27 @@ def _averaged_addresses(arguments: argparse.Namespace) -> list[Path | str]:
             " checkpoint.keep_last says how many are kept"
         )
     return [store.checkpoints_folder(run_dir).child(name).address for name in names[-arguments.last :]]
+
+
+def _merge_lora(arguments: argparse.Namespace, console: Console) -> int:
+    with ExitStack() as stack:
+        source = stack.enter_context(StoredCheckpoint(arguments.source))
+        base = stack.enter_context(StoredCheckpoint(arguments.base)) if arguments.base is not None else None
+        tensors = merged(source, base)
+        cuts, layout = _even(tensors, arguments.files, arguments), {"files": arguments.files}
+        step, state = source.manifest.step, merged_state(source)
+        status = _write(arguments.run_dir, step, tensors, cuts, state, layout, console)
+    _write_config_without_adapters(Path(str(source)), Path(arguments.run_dir))
+    return status
+
+
+def _write_config_without_adapters(checkpoint: Path, run_dir: Path) -> None:
+    """The settings of the run that the checkpoint is of, if they lie where its own do, for tools that read them."""
+    path = checkpoint.resolve().parents[1] / "config.yaml"
+    if checkpoint.is_dir() and path.is_file() and not (run_dir / "config.yaml").exists():
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings.pop("lora", None)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
 
 def _import_megatron(arguments: argparse.Namespace, console: Console) -> int:

@@ -18,6 +18,7 @@ from megalite.kernels.registry import Traits, config_problems
 from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, RankGrid
 from megalite.nn.config import ModelConfig, rope_problems
+from megalite.nn.lora import target_problems
 from megalite.parallel.shard import is_like, shard_of
 from megalite.pattern import is_pattern, pattern_problem
 from megalite.pipeline.lower import lower
@@ -100,17 +101,28 @@ def _recompute_problems(config: Config) -> list[str]:
 
 def _frozen_problems(config: Config) -> list[str]:
     """Whether what is frozen is there, and something learns."""
-    if not config.train.freeze or _model_problems(config.model) or moe_problems(config):
+    lora = config.lora
+    if problems := lora.problems():
+        return problems
+    if not (config.train.freeze or lora.rank) or _model_problems(config.model) or moe_problems(config):
         return []
     model = describe_model(config)
+    problems = target_problems(model, lora) if lora.rank else []
+    if lora.rank and config.train.sequence_chunk:
+        problems.append(
+            f"train.sequence_chunk={config.train.sequence_chunk} computes feed-forward layers without adapters; leave"
+            " it out, or lora.rank=0"
+        )
+    if lora.separate and config.checkpoint.load is None:
+        problems.append("lora.separate=true: checkpoint.load must say where the frozen weights are")
     frozen, parameters = config.train.freeze, list(model.parameters())
-    found = [
+    found = problems + [
         f"train.freeze={pattern}: no parameter has such a name; they look like"
         f" {', '.join(shard_of(p).name for p in (parameters[0], parameters[len(parameters) // 2], parameters[-1]))}"
         for pattern in frozen
         if not any(is_like(p, [pattern]) for p in parameters)
     ]
-    if not any(p.requires_grad for p in parameters):
+    if not found and not any(p.requires_grad for p in parameters):
         found.append(f"train.freeze={', '.join(frozen)} freezes every parameter: nothing would learn")
     return found
 

@@ -13,6 +13,7 @@ from megalite.data.config import DataConfig
 from megalite.kernels.config import KernelConfig
 from megalite.mpu import ParallelConfig
 from megalite.nn.config import ModelConfig
+from megalite.nn.lora import LoRAConfig
 from megalite.optim.config import OptimConfig
 from megalite.train.config import TrainConfig
 
@@ -37,6 +38,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 SECTIONS: dict[str, type] = typing.get_type_hints(Config)

@@ -5,14 +5,20 @@ Sizes are those of a rank. `tokens` counts the tokens inside a tensor-parallel r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
+from torch import nn
 
 from megalite.kernels.attention import attention_saved
-from megalite.kernels.saved import Saved, size_of, wide
+from megalite.kernels.dropout import dropout_saved
+from megalite.kernels.saved import Saved, beside, size_of, wide
 from megalite.parallel.context_attention import ContextAttention
 from megalite.parallel.cross_entropy import VocabCut
 from megalite.parallel.expert import Dispatcher
 from megalite.parallel.head_exchange import kv_repeats
+from megalite.parallel.lora import ColumnAdapter, RowAdapter
 from megalite.parallel.tensor import (
     ColumnParallelLinear,
     FusedColumnParallelLinear,
@@ -25,17 +31,39 @@ _INDEX = torch.int64.itemsize
 
 def column_saved(linear: FusedColumnParallelLinear | ColumnParallelLinear, tokens: int, dtype: torch.dtype) -> Saved:
     """The input, as it was cut along the sequence; work that is put off keeps the gradient of the output, too."""
-    in_features = next(linear.parameters()).shape[-1]
-    x = size_of((tokens, in_features), dtype) // (linear.axis.size if linear.enter == "gather" else 1)
-    out_features = linear.weight.shape[0] if isinstance(linear, ColumnParallelLinear) else sum(linear.sizes)
-    return Saved(input=x, work=x + size_of((tokens, out_features), dtype))
+    weights = linear.weights
+    parts = linear.axis.size if linear.enter == "gather" else 1
+    x = size_of((tokens, weights[0].shape[-1]), dtype) // parts
+    y = size_of((tokens, sum(weight.shape[0] for weight in weights)), dtype)
+    saved = _product_saved(weights, x, y)
+    if isinstance(adapter := linear.lora, ColumnAdapter):
+        low = size_of((tokens, adapter.rank * len(adapter.names)), dtype)
+        saved = beside(saved, _adapter_saved(adapter, x, low // parts, low, y))
+    return saved
 
 
 def row_saved(linear: RowParallelLinear, tokens: int, dtype: torch.dtype) -> Saved:
     """The same; the sum over the ranks comes after everything that is kept."""
     x, y = (size_of((tokens, features), dtype) for features in (linear.weight.shape[1], linear.out_features))
     result = y // linear.axis.size if linear.sequence_parallel else y
-    return Saved(input=x, work=x + y, last_results=result if linear.axis.size > 1 else 0)
+    saved = _product_saved([linear.weight], x, y)
+    if isinstance(adapter := linear.lora, RowAdapter):
+        low = size_of((tokens, adapter.rank), dtype)
+        saved = beside(saved, _adapter_saved(adapter, x, low, low, y))
+    return replace(saved, last_results=result if linear.axis.size > 1 else 0)
+
+
+def _product_saved(weights: Sequence[nn.Parameter], x: int, y: int) -> Saved:
+    """A product with weights that learn keeps what enters it; put off, the gradient of its output, too."""
+    return Saved(input=x, work=x + y) if any(weight.requires_grad for weight in weights) else Saved()
+
+
+def _adapter_saved(adapter: ColumnAdapter | RowAdapter, x: int, low_made: int, low: int, y: int) -> Saved:
+    """What enters both of its products: x, or with dropout a copy, and what is between them, `low` bytes of it."""
+    work = x + low_made + low + y
+    if not adapter.p:
+        return Saved(input=x, own=low, work=work)
+    return Saved(own=x + low + dropout_saved(adapter.p).own, work=work)
 
 
 def embedding_saved(embedding: VocabParallelEmbedding, tokens: int) -> Saved:

@@ -214,10 +214,13 @@ def name_parameters(module: nn.Module, prefix: str = "") -> None:
             set_shard(tensor, replace(shard_of(tensor), name=name))
 
 
-def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters in `module` whose global name is like one of `patterns` do not learn; a tied one has one name."""
+def freeze(module: nn.Module, patterns: Sequence[str], *, but: bool = False) -> None:
+    """Parameters in `module` whose global name is like one of `patterns` do not learn, or all `but` them.
+
+    A tied one has one name.
+    """
     for parameter in module.parameters():
-        if is_like(parameter, patterns):
+        if is_like(parameter, patterns) != but:
             parameter.requires_grad_(False)
 
 

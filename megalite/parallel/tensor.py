@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         # `weights` are the objects that carry main_grad; checkpointing hands other objects through saved_tensors.
         ctx.axis, ctx.enter, ctx.queue, ctx.weights = axis, enter, queue, weights
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if any(weight.requires_grad for weight in weights) else None)
         ctx.bias_sizes = [bias.shape[0] for bias in parameters[num_weights:]]
         whole = axis.all_gather(x) if enter == "gather" else x
         bias = _fused(parameters[num_weights:]) if ctx.bias_sizes else None
@@ -152,6 +152,11 @@ def _apply_linear(
         whole = axis.all_gather(x) if enter == "gather" else x
         return nn.functional.linear(whole, _fused(weights), _fused(biases) if biases else None)
     return _Linear.apply(x, axis, enter, queue, tuple(weights), len(weights), *weights, *biases)
+
+
+def apply_linear(x: Tensor, axis: Axis, queue: WeightGradQueue, weights: Sequence[nn.Parameter]) -> Tensor:
+    """x W^T for weights stacked along their outputs, without communication over `axis`; gradients go to `queue`."""
+    return _apply_linear(x, axis, "none", queue, weights, [])
 
 
 @dataclass(frozen=True)
@@ -234,7 +239,9 @@ class FusedColumnParallelLinear(ShardedModule):
             shape = (part.num_units * part.unit, in_features)
             self.add_module(name, _Part(weight, one_bias, cuts[name], shape, part.replicas, init_std))
             init_unless_meta(self.part(name))
-        self._names = list(parts)
+        self.names = tuple(parts)
+        self.lora: nn.Module | None = None
+        """What is added to the output, a function of the input (megalite.parallel.lora)."""
         self._frozen: tuple[Tensor, Tensor | None] | None = None
 
     def freeze(self, laid_out: Callable[[Tensor], Tensor] = lambda weight: weight) -> None:
@@ -242,12 +249,17 @@ class FusedColumnParallelLinear(ShardedModule):
 
         laid_out: gives the whole matrix a layout in memory, of which the parts become views.
         """
-        parts = [self.part(name) for name in self._names]
+        parts = [self.part(name) for name in self.names]
         biases = [part.bias for part in parts if part.bias is not None]
         whole = laid_out(_fused([part.weight for part in parts]).data)
         for part, rows in zip(parts, whole.split(self.sizes), strict=True):
             part.weight.data = rows
         self._frozen = whole, _fused(biases).data if biases else None
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights of the parts."""
+        return [self.part(name).weight for name in self.names]
 
     def part(self, name: str) -> _Part:
         """The holder of one part's weight and bias."""
@@ -259,14 +271,16 @@ class FusedColumnParallelLinear(ShardedModule):
         """x [.., in] -> [.., sum(sizes)]."""
         if self._frozen is not None:
             weight, bias = self._frozen
-            return nn.functional.linear(self.axis.all_gather(x) if self.enter == "gather" else x, weight, bias)
-        parts = [self.part(name) for name in self._names]
+            y = nn.functional.linear(self.axis.all_gather(x) if self.enter == "gather" else x, weight, bias)
+            return y if self.lora is None else y + self.lora(x)
+        parts = [self.part(name) for name in self.names]
         biases = [part.bias for part in parts if part.bias is not None]
-        return _apply_linear(x, self.axis, self.enter, self.queue, [part.weight for part in parts], biases)
+        y = _apply_linear(x, self.axis, self.enter, self.queue, [part.weight for part in parts], biases)
+        return y if self.lora is None else y + self.lora(x)
 
     def extra_repr(self) -> str:
         """Local and global sizes."""
-        return f"parts={dict(zip(self._names, self.sizes, strict=True))} of {self.axis}"
+        return f"parts={dict(zip(self.names, self.sizes, strict=True))} of {self.axis}"
 
 
 class _ParallelLinear(ShardedModule):
@@ -322,11 +336,19 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, cut, bias_shard, skip_bias_add=skip_bias_add, init_std=init_std)
         self.gather_output = gather_output
         self.enter = "gather" if sequence_parallel else "copy"
+        self.lora: nn.Module | None = None
+        """What is added to the output, a function of the input (megalite.parallel.lora)."""
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weight, as the parts of a fused linear have theirs."""
+        return [self.weight]
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [.., in] -> [.., out / n] (see the class)."""
         biases = [self.bias] if self.bias is not None and not self.skip_bias_add else []
         y = _apply_linear(x, self.axis, self.enter, self.queue, [self.weight], biases)
+        y = y if self.lora is None else y + self.lora(x)
         if self.gather_output:
             y = gather_from(y, self.axis, -1, self.out_features)
         return (y, self.bias) if self.skip_bias_add else y
@@ -359,12 +381,15 @@ class RowParallelLinear(_ParallelLinear):
         bias_shard = Shard("bias", (out_features,), partial=partial, decay=False) if bias else None
         super().__init__(in_features, out_features, cut, bias_shard, skip_bias_add=skip_bias_add, init_std=init_std)
         self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
+        self.lora: nn.Module | None = None
+        """What is added to the partial product, a function of the input (megalite.parallel.lora)."""
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [.., in / n] -> [.., out] (see the class)."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis, -1)
         y = _apply_linear(x, self.axis, "none", self.queue, [self.weight], [])
+        y = y if self.lora is None else y + self.lora(x)
         y = leave_parallel(y, self.axis, self.sequence_parallel)
         if self.skip_bias_add:
             return y, self.bias

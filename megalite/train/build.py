@@ -15,12 +15,14 @@ from megalite.kernels.chosen import Kernels
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
+from megalite.nn.lora import NAMES, add_adapters
 from megalite.nn.router import Router
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.scaler import LossScaler
 from megalite.parallel.data import DataParallel, Fresh, Unit
 from megalite.parallel.random import initialize, initialize_held
 from megalite.parallel.shard import freeze, mark_copies, materialize, materialize_buffers, name_parameters
+from megalite.parallel.tensor import share_queue
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.plan import Plan
 from megalite.pipeline.schedule import make_plan
@@ -54,7 +56,7 @@ def build_stages(
         index = plan.model_stage(number)
         stage = stages[number] = describe_stage(config, mpu, StageSpec(index, plan.num_stages, layers[index]), device)
         name_parameters(stage)
-        freeze(stage, config.train.freeze)
+        _freeze(stage, config)
         materialize_buffers(stage, device, config.train.dtype)
         initialize_held([stage], (), config.train.seed)
         if number != index:
@@ -88,15 +90,22 @@ def describe_model(config: Sections) -> Transformer:
     spec, nowhere = StageSpec(0, 1, range(config.model.num_layers)), torch.device("meta")
     model = describe_stage(config, ParallelState.single(), spec, nowhere)
     name_parameters(model)
-    freeze(model, config.train.freeze)
+    _freeze(model, config)
     return model
+
+
+def _freeze(model: Transformer, config: Sections) -> None:
+    """What `train.freeze` names, and beside adapters everything else, does not learn."""
+    freeze(model, config.train.freeze)
+    if config.lora.rank:
+        freeze(model, [NAMES], but=True)
 
 
 def describe_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device: torch.device) -> Transformer:
     """A stage on the meta device, with the kernels of `device`."""
     kernels = kernels_of(config, device)
     with torch.device("meta"):
-        return MODELS[config.model.name](
+        stage = MODELS[config.model.name](
             config.model,
             mpu,
             spec,
@@ -107,6 +116,10 @@ def describe_stage(config: Sections, mpu: ParallelState, spec: StageSpec, device
             recompute_cut_input=config.train.recompute_cut_input,
             seed=config.train.seed,
         )
+        if config.lora.rank:
+            add_adapters(stage, config.lora, kernels)
+            share_queue(stage, stage.queue)
+    return stage
 
 
 def build_training(

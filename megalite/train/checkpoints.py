@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from megalite.checkpoint.manifest import Manifest, Tensors
 from megalite.checkpoint.store import Retention
 from megalite.checkpoint.stored import WEIGHTS
 from megalite.mpu import ParallelState
+from megalite.nn.lora import NAMES
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import Shard, buffer_tensors, shard_of
 from megalite.train.resume import (
@@ -59,13 +61,13 @@ class RunCheckpoints:
         """Saves the state after `step` steps and makes it the latest; returns its folder once it is complete."""
         keep = self._config.checkpoint
         return store.save(
-            self._home, step, state_tensors(self._training), self._state(step), self._mpu,
+            self._home, step, self._tensors(), self._state(step), self._mpu,
             keep_last=keep.keep_last, keep_every=keep.keep_every,
         )  # fmt: skip
 
     def start_save(self, step: int) -> None:
         """Begins to save the state after `step` steps, and returns before it is written; see `finished`."""
-        self._background.start(step, state_tensors(self._training), self._state(step))
+        self._background.start(step, self._tensors(), self._state(step))
 
     def finished(self, *, wait: bool) -> Saved | None:
         """The save that was started, if it is complete by now (wait: once it is); CheckpointError if it has failed."""
@@ -82,6 +84,8 @@ class RunCheckpoints:
 
         Raises ResumeError, and CheckpointError when the files cannot be used here.
         """
+        if self._config.lora.separate:
+            self.load_start()
         manifest = self._load(path)
         self._training.num_skipped = skipped = manifest.state.get("skipped", 0)
         batch = self._config.train.global_batch_size
@@ -101,19 +105,35 @@ class RunCheckpoints:
         start = self._config.checkpoint.load
         if start is None:
             return None
-        kinds = on_first(self._mpu, f"cannot load {start}", lambda: Manifest.read(store.find_checkpoint(start)).kinds)
-        if kinds <= set(WEIGHTS):
+        manifest = on_first(self._mpu, f"cannot load {start}", lambda: Manifest.read(store.find_checkpoint(start)))
+        optional = [kind for kind in state_tensors(self._training) if kind != "parameter"]
+        if self._config.lora.rank and not any(fnmatch.fnmatchcase(key, NAMES) for key in manifest.tensors):
+            logger.info("%s holds no adapters: they, and the optimizer, begin anew", start)
+            self._load(start, optional, apart=[NAMES], whole=True)
+            self._training.optimizer.steps = 0
+        elif manifest.kinds <= set(WEIGHTS):
             logger.info("%s holds weights alone: the optimizer begins anew", start)
-            self._load(start, optional=[kind for kind in state_tensors(self._training) if kind != "parameter"])
+            self._load(start, optional, whole=True)
         else:
-            self._load(start)
+            self._load(start, whole=True)
         return start
 
-    def _load(self, path: Path | str, optional: Sequence[str] = ()) -> Manifest:
-        optimizer = self._training.optimizer
-        tensors, allow = state_tensors(self._training), self._config.checkpoint.allow
+    def _tensors(self) -> Tensors:
+        """What the checkpoints of this run hold."""
+        tensors = state_tensors(self._training)
+        if not self._config.lora.separate:
+            return tensors
+        mine = [(shard, value) for shard, value in tensors["parameter"] if fnmatch.fnmatchcase(shard.name, NAMES)]
+        return {kind: of_kind for kind, of_kind in tensors.items() if kind != "buffer"} | {"parameter": mine}
+
+    def _load(
+        self, path: Path | str, optional: Sequence[str] = (), *, apart: Sequence[str] = (), whole: bool = False
+    ) -> Manifest:
+        """whole: of a checkpoint that holds the frozen weights as well, whatever those of this run do."""
+        optimizer, allow = self._training.optimizer, self._config.checkpoint.allow
+        tensors = state_tensors(self._training) if whole else self._tensors()
         frozen = _frozen_names(self._training)
-        apart = [names for setting, names in _PARTS.items() if is_allowed(setting, allow)]
+        apart = [*apart, *(names for setting, names in _PARTS.items() if is_allowed(setting, allow))]
         if is_allowed("train.precision", allow):
             optional = [kind for kind in optional if kind != MASTER]  # weights are there, in some precision
             manifest = store.load(
@@ -144,7 +164,7 @@ class RunCheckpoints:
             "skipped_samples": training.skipped_samples,
             "orders": list(training.datasets.orders),
             "data": training.datasets.fingerprint,
-            "fingerprints": fingerprint.of_tensors(state_tensors(training), self._mpu),
+            "fingerprints": fingerprint.of_tensors(self._tensors(), self._mpu),
             "threads": torch.get_num_threads(),
             "config": identity(self._config) | {"train.num_steps": self._config.train.num_steps},
         }

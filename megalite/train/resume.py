@@ -17,6 +17,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.data.blend_spec import parse_blend, same_until
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
+from megalite.nn.lora import LoRAConfig
 from megalite.optim.config import OptimConfig
 from megalite.train.sections import ResumeSections
 
@@ -25,7 +26,7 @@ logger = logging.getLogger("megalite")
 _NO_DIFFERENCE = (
     "data.paths", "data.validation", "data.validate_each",
     "data.cache_dir", "data.num_samples", "data.tokenizer", "data.json_key", "optim.offload",
-    "optim.post_validation", "optim.master_weights", "optim.stochastic_rounding",
+    "optim.post_validation", "optim.master_weights", "optim.stochastic_rounding", "lora.separate",
 )  # fmt: skip
 """Settings that may change freely: they decide where things are, how fast they go and how precisely state is stored.
 What data.paths hold is compared as data.fingerprint, and data.num_samples as the order that was begun."""
@@ -100,7 +101,7 @@ def find_latest(home: Path | str) -> tuple[Path | str | None, bool]:
 
 def identity(config: ResumeSections) -> dict[str, Any]:
     """All settings that decide what a run computes, by name, as JSON keeps them. The layout is none of them."""
-    sections = {"model": config.model, "data": config.data, "optim": config.optim}
+    sections = {"model": config.model, "data": config.data, "optim": config.optim, "lora": config.lora}
     found = {f"{name}.{field}": value for name, section in sections.items() for field, value in _fields(section)}
     found = {name: value for name, value in found.items() if name not in _NO_DIFFERENCE}
     found["data.blend"] = parse_blend(config.data.blend, config.data.paths).identity  # its paths may move
@@ -169,6 +170,6 @@ def _shown(value: Any) -> str:
 
 def _defaults(config: ResumeSections) -> dict[str, Any]:
     """The defaults of all settings, for those that a checkpoint of an earlier version does not know of."""
-    sections = {"model": type(config.model)(), "data": DataConfig(), "optim": OptimConfig()}
+    sections = {"model": type(config.model)(), "data": DataConfig(), "optim": OptimConfig(), "lora": LoRAConfig()}
     found = {f"{name}.{field}": value for name, section in sections.items() for field, value in _fields(section)}
     return json.loads(json.dumps(found))

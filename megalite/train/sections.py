@@ -9,6 +9,7 @@ from megalite.data.config import DataConfig
 from megalite.grid import ParallelConfig
 from megalite.kernels.config import KernelConfig
 from megalite.nn.config import ModelConfig
+from megalite.nn.lora import LoRAConfig
 from megalite.optim.config import OptimConfig
 from megalite.train.config import TrainConfig
 
@@ -19,6 +20,11 @@ class TrainedSections(Protocol):
     @property
     def model(self) -> ModelConfig:
         """The architecture."""
+        ...
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """Its adapters."""
         ...
 
     @property

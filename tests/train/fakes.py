@@ -14,6 +14,7 @@ from megalite.checkpoint.config import CheckpointConfig
 from megalite.data.config import DataConfig
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.nn.lora import LoRAConfig
 from megalite.optim.config import OptimConfig
 from megalite.train.callbacks import Callback
 from megalite.train.config import TrainConfig
@@ -32,6 +33,7 @@ class FakeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass
