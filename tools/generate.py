@@ -77,7 +77,7 @@ def read_prompts(args: Arguments) -> list[str]:
 
 def _lines(path: str) -> list[str]:
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
     if not path.endswith(".jsonl"):
         return lines
     try:

@@ -268,11 +268,14 @@ def _load(
         read_tensors(
             place, manifest, [(piece, overlap) for piece in pieces for overlap in find(manifest, piece, instead)]
         )
-        beside = {key for key in manifest.tensors if _name(key) in frozen and not key.startswith("parameter/")}
-        return beside | {piece.key for piece in pieces}
+        return {piece.key for piece in pieces}
 
     keys = set().union(*together(mpu, what, read))
-    keys |= {key for key in manifest.tensors if _is_like(key, apart)}
+    for key in manifest.tensors:
+        kind = key.partition("/")[0]
+        is_beside = _name(key) in frozen and kind != "parameter"
+        if kind in tensors and (is_beside or _is_like(key, apart)):
+            keys.add(key)
     on_first(mpu, what, lambda: check_complete(manifest, keys))
     return manifest
 

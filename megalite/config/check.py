@@ -261,6 +261,11 @@ def _cut_problems(config: Config) -> list[str]:
             f"model.mtp_layers={model.mtp_layers} looks further ahead than rows of data.seq_len={seq_len} tokens are"
             f" long; use mtp_layers < {seq_len}"
         )
+    if model.rope_scaling == "ntk" and seq_len > model.rope.length:
+        found.append(
+            f"data.seq_len={seq_len} is longer than the rows of {model.rope.length} tokens that rope_scaling=ntk is set"
+            f" for; set model.rope_length={seq_len}"
+        )
     if model.name == "gpt2" and seq_len > model.max_positions:
         found.append(
             f"data.seq_len={seq_len} is longer than model.max_positions={model.max_positions}, the learned positions;"

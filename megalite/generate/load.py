@@ -27,6 +27,7 @@ from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.nn.config import ModelConfig
+from megalite.nn.router import FRACTIONS
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import buffer_tensors, materialize, name_parameters, shard_of
 from megalite.parallel.tensor import FusedColumnParallelLinear
@@ -215,7 +216,7 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
         together(mpu, f"cannot load {source.path}", lambda: _load_hugging_face(source.weights, tensors))
         return Loaded(stage=frozen(stage), step=0)
     manifest = store.load(
-        source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES, apart=("mtp.*",)
+        source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES, apart=("mtp.*", FRACTIONS)
     )  # fmt: skip
     return Loaded(stage=frozen(stage), step=manifest.step)
 

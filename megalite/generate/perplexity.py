@@ -73,7 +73,7 @@ def text_documents(path: str | Path, words: Words, key: str = "text") -> list[Do
     texts = [content]
     if str(path).endswith(".jsonl"):
         try:
-            texts = [str(json.loads(line)[key]) for line in content.splitlines() if line.strip()]
+            texts = [str(json.loads(line)[key]) for line in content.split("\n") if line.strip()]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: every line should be an object with a field {key!r} ({error})") from error
     encoded = ((text, words.document(text)) for text in texts if text)

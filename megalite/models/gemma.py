@@ -7,7 +7,7 @@ and scores; Gemma 3 norms queries and keys, and has another rotary base in the l
 from __future__ import annotations
 
 from megalite.models.hf.family import Family
-from megalite.models.hf.fields import NO_ATTENTION_BIAS, Only, Same, Scale, Windows, decoder
+from megalite.models.hf.fields import NO_ATTENTION_BIAS, Cap, Only, Scale, Windows, decoder
 from megalite.models.hf.rope import Rope, TwoRopes
 from megalite.models.layers import SandwichLayer
 from megalite.models.llama import LAYER, OUTSIDE
@@ -65,8 +65,8 @@ GEMMA2 = Family(
     fields=(
         *decoder(eps=1e-6, kv=4, head=256, tied=True), Rope(), *FIELDS,
         Windows(default=4096, local=lambda content, layer: layer % 2 == 0),
-        Same("attn_logit_softcapping", "attention_softcap", default=50.0),
-        Same("final_logit_softcapping", "logit_softcap", default=30.0),
+        Cap("attn_logit_softcapping", "attention_softcap", default=50.0),
+        Cap("final_logit_softcapping", "logit_softcap", default=30.0),
     ),
 )  # fmt: skip
 GEMMA3 = Family(
@@ -75,6 +75,7 @@ GEMMA3 = Family(
     fields=(
         *decoder(eps=1e-6, kv=4, head=256, tied=True), TwoRopes(theta=1e6, local=1e4), *FIELDS,
         Windows(default=4096, local=lambda content, layer: (layer + 1) % content.get("sliding_window_pattern", 6) > 0),
-        Same("attn_logit_softcapping", "attention_softcap"), Same("final_logit_softcapping", "logit_softcap"),
+        Only("attn_logit_softcapping", None, "attention of Gemma 3 caps no scores"),
+        Cap("final_logit_softcapping", "logit_softcap"),
     ),
 )  # fmt: skip

@@ -14,7 +14,7 @@ PHI3 = Family(
         "attention.qkv.v": "self_attn.qkv_proj", "mlp.fc1.gate": "mlp.gate_up_proj", "mlp.fc1.up": "mlp.gate_up_proj",
     },
     fields=(
-        *decoder(eps=1e-5), Rope(kinds=("default",)), Windows(by_layer=False), SILU,
+        *decoder(eps=1e-5), Rope(percent=1.0, kinds=("default",)), Windows(by_layer=False), SILU,
         Same("embd_pdrop", "hidden_dropout", default=0.0), Same("resid_pdrop", "hidden_dropout", default=0.0),
         Unused("original_max_position_embeddings"),
     ),

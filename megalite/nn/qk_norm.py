@@ -80,7 +80,8 @@ class _CutRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, width: int, copies: int, eps: float) -> Tensor:
         y = x.to(wide(x.dtype))
-        squares = axis.all_reduce(y.square().sum(-1, keepdim=True)).div_(width * copies)
+        # Not in place: a stash for the recomputation may keep the sum.
+        squares = axis.all_reduce(y.square().sum(-1, keepdim=True)) / (width * copies)
         rstd = squares.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         ctx.axis, ctx.count = axis, width * copies
@@ -92,6 +93,6 @@ class _CutRMSNorm(torch.autograd.Function):
         dy, normed = grads[0].to(rstd.dtype), x.to(rstd.dtype) * rstd
         product = dy * normed
         dweight = product.flatten(0, -2).sum(0)
-        along = ctx.axis.all_reduce((product * weight).sum(-1, keepdim=True)).div_(ctx.count)
+        along = ctx.axis.all_reduce((product * weight).sum(-1, keepdim=True)) / ctx.count
         dx = (dy * weight).sub_(normed * along).mul_(rstd)
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None

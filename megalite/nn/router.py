@@ -87,6 +87,10 @@ class RouterLoss:
         return attach_loss(y, loss, self.scale) if torch.is_grad_enabled() and loss.requires_grad else y
 
 
+FRACTIONS = "*.router.fractions"
+"""The pattern of the names of what routers keep of the step before; a checkpoint of weights alone has none."""
+
+
 class Router(ShardedModule):
     """Chooses experts for x [s_local, b, h]: this rank's rows of the sequence, cut over `cut`, or all rows (None).
 

@@ -19,6 +19,7 @@ from megalite.checkpoint.store import Retention
 from megalite.checkpoint.stored import WEIGHTS
 from megalite.mpu import ParallelState
 from megalite.nn.lora import NAMES
+from megalite.nn.router import FRACTIONS
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import Shard, buffer_tensors, shard_of
 from megalite.train import hf
@@ -119,7 +120,7 @@ class RunCheckpoints:
             self._training.optimizer.steps = 0
         elif manifest.kinds <= set(WEIGHTS):
             logger.info("%s holds weights alone: the optimizer begins anew", start)
-            self._load(start, optional, whole=True)
+            self._load(start, optional, apart=[FRACTIONS], whole=True)
         else:
             self._load(start, whole=True)
         return start

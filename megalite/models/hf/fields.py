@@ -73,6 +73,14 @@ class Same(Field):
         return {self.keys[0]: getattr(model, self.of)}
 
 
+class Cap(Same):
+    """A soft cap; null is none, as theirs divides by any number."""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The number, or null."""
+        return {self.keys[0]: getattr(model, self.of) or None}
+
+
 class Needed(Same):
     """One that no file may leave out."""
 
@@ -195,7 +203,9 @@ class Windows(Field):
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """sliding_window; of families where layers differ, layer_types, too."""
-        found: dict[str, Any] = {"sliding_window": model.window or None}
+        # Where layer_types alone say that no layer has a window, theirs still wants a number.
+        by_layer_alone = self.by_layer and not self.switch
+        found: dict[str, Any] = {"sliding_window": model.window or (self.default if by_layer_alone else None)}
         if self.switch:
             found["use_sliding_window"] = bool(model.window)
             # Versions that know no layer_types go by the first layer with the window.

@@ -24,15 +24,16 @@ _OF_KIND = {
 
 
 class Rope(Field):
-    """Base, share of a head and scaling. theta, percent: what a file means that leaves them out.
+    """Base, share of a head and scaling. theta: what a file means that leaves it out.
 
-    kinds: the scalings that the family has in transformers.
+    percent: the same of the share; None for a family that turns whole heads whatever a file says. kinds: the scalings
+    that the family has in transformers.
     """
 
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
             "original_max_position_embeddings", "rope_interleaved")  # fmt: skip
 
-    def __init__(self, theta: float = 10000.0, percent: float = 1.0, kinds: tuple[str, ...] = tuple(_KINDS)):
+    def __init__(self, theta: float = 10000.0, percent: float | None = None, kinds: tuple[str, ...] = tuple(_KINDS)):
         self.theta, self.percent, self.kinds = theta, percent, kinds
 
     def read(self, content: Content) -> dict[str, Any]:
@@ -43,12 +44,14 @@ class Rope(Field):
 
     def parameters(self, content: Content) -> dict[str, Any]:
         """All that a file says of rotary positions, in today's form."""
-        found = dict(content.get("rope_scaling") or {}) | dict(content.get("rope_parameters") or {})
+        found = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
         kind = found.pop("type", "default")
-        found.setdefault("rope_type", kind)
+        kind = found.setdefault("rope_type", kind)
+        if kind in ("yarn", "llama3") and content.get("original_max_position_embeddings"):
+            found["original_max_position_embeddings"] = content["original_max_position_embeddings"]
         for key, default, names in (
             ("rope_theta", self.theta, ("rope_theta", "rotary_emb_base")),
-            ("partial_rotary_factor", self.percent, ("partial_rotary_factor", "rotary_pct")),
+            ("partial_rotary_factor", self.percent or 1.0, ("partial_rotary_factor", "rotary_pct")),
         ):
             given = next((content[name] for name in names if content.get(name) is not None), default)
             found.setdefault(key, given)
@@ -59,6 +62,9 @@ class Rope(Field):
         kind = parameters["rope_type"]
         if kind not in self.kinds:
             raise Refused([f"rope_parameters.rope_type={kind!r}: here are {', '.join(self.kinds)}"])
+        if self.percent is None and parameters["partial_rotary_factor"] != 1:
+            share = parameters["partial_rotary_factor"]
+            raise Refused([f"partial_rotary_factor={share}: whole heads are turned in this family"])
         found: dict[str, Any] = {
             "rope_theta": float(parameters["rope_theta"]),
             "rope_percent": float(parameters["partial_rotary_factor"]),
@@ -86,7 +92,7 @@ class Rope(Field):
         """Both forms: older versions of transformers would fall back on their default base without rope_theta."""
         parameters = self.write_parameters(model)
         found: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": model.rope_theta}
-        if model.rope_percent != 1.0 or self.percent != 1.0:
+        if model.rope_percent != 1.0 or (self.percent or 1.0) != 1.0:
             parameters["partial_rotary_factor"] = found["partial_rotary_factor"] = model.rope_percent
         return found
 
@@ -122,7 +128,8 @@ class TwoRopes(Rope):
         first.setdefault("rope_theta", content.get("rope_theta", self.theta))
         found = self.read_parameters(first | {"partial_rotary_factor": 1.0}, content)
         theta = local.get("rope_theta", content.get("rope_local_base_freq", self.local))
-        return found | {"rope_local_theta": float(theta)}
+        windows = [kind == "sliding_attention" for kind in content.get("layer_types") or ["sliding_attention"]]
+        return found | ({"rope_local_theta": float(theta)} if any(windows) else {})
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Both forms."""
