@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from concurrent.futures import Future
 
@@ -53,17 +54,23 @@ class Prefetcher:
             raise
 
     def close(self) -> None:
-        """Lets go of what is on its way, and of the thread, which ends after what it is loading."""
-        if self._worker is not None:
-            self._worker.jobs.put(None)
-        self._worker, self._batches = None, None
+        """Lets go of what is on its way, and of the thread, once it has ended what it is loading.
+
+        A thread that is in the middle of it while the interpreter shuts down could end the process with SIGABRT. One
+        that hangs is not waited for.
+        """
+        worker, self._worker, self._batches = self._worker, None, None
         self._coming.clear()
+        if worker is not None:
+            worker.end()
+            worker.join(_LOOK_SECONDS)
 
     def _ask(self, batches: GlobalBatches, step: int) -> Future[LocalBatch]:
         """The batch of `step` to come; those after it are asked for too, as far as they are not on their way."""
         if self._worker is None:
             self._worker, self._batches = _Worker(batches), batches
             self._worker.start()
+            weakref.finalize(self, self._worker.end)  # the thread must not outlive its run
         first = self._coming[-1][0] + 1 if self._coming else step
         for number in range(first, step + self.depth + 1):
             if number == step or self.last_step is None or number < self.last_step:
@@ -99,14 +106,24 @@ class _Worker(threading.Thread):
         self.jobs.put((step, future))
         return future
 
+    def end(self) -> None:
+        """Nothing that is not begun yet will be loaded."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.jobs.get_nowait()
+        self.jobs.put(None)
+
     def run(self) -> None:
         """Works until it is told to end."""
         while (job := self.jobs.get()) is not None:
-            step, future = job
-            try:
-                future.set_result(self.batches.load(step))
-            except BaseException as error:  # raised where the batch is waited for
-                future.set_exception(error)
+            self._answer(*job)
+            del job  # while it waits the thread keeps no batch
+
+    def _answer(self, step: int, future: Future[LocalBatch]) -> None:
+        try:
+            future.set_result(self.batches.load(step))
+        except BaseException as error:  # raised where the batch is waited for
+            future.set_exception(error)
 
     def place(self) -> str:
         """Where it is."""

@@ -88,7 +88,7 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
             callbacks = [*callbacks, trace]
         if config.model.num_experts:
             callbacks = [*callbacks, *_router_callbacks(config, training, folder)]
-        with _told_plainly(*_MENDABLE), closing(folder):
+        with _told_plainly(*_MENDABLE), closing(folder), closing(training.loader):
             checkpoints = RunCheckpoints(config, training, folder.path, origin)
             return Trainer(config, training, callbacks, folder=folder, checkpoints=checkpoints).run()
 

@@ -82,6 +82,16 @@ def test_a_thread_that_dies_is_told_and_replaced() -> None:
     loader.close()
 
 
+def test_the_thread_ends_with_what_it_loads_for() -> None:
+    loader = Prefetcher(1)
+    assert _load(loader, Batches(), 0) == 0
+    worker = loader._worker
+    assert worker is not None and worker.is_alive()
+    del loader
+    worker.join(30)
+    assert not worker.is_alive()
+
+
 def test_a_thread_that_hangs_is_told_with_its_place() -> None:
     release = threading.Event()
 

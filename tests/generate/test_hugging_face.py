@@ -137,3 +137,12 @@ def test_what_no_model_here_has_is_named(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "some_new_key": 3}))
     assert main([str(tmp_path)]) == 1
     assert "some_new_key=3: this key is not known" in capsys.readouterr().err
+
+
+def test_an_import_says_the_same(
+    saved: dict[str, tuple[Path, list[list[int]]]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its routers have a bias, and nothing of a step before."""
+    folder, wanted = of_family("lfm2_moe", saved, tmp_path_factory)
+    assert checkpoint(["from-hf", str(folder), str(tmp_path / "run")]) == 0
+    assert say(ParallelState.single(), str(tmp_path / "run")) == wanted
