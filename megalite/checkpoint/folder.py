@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -183,8 +184,11 @@ class LocalFolder(Folder):
 
     def size(self, path: str) -> int | None:
         """Bytes of a file."""
-        file = self._path / path
-        return file.stat().st_size if file.is_file() else None
+        try:
+            found = (self._path / path).stat()  # one look: a save may move it away between two
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def written(self, path: str) -> float:
         """In nanoseconds."""

@@ -19,7 +19,7 @@ _MERGED = ("name", "num_layers", "hidden_size", "num_heads", "vocab_size", "head
 def folder_of(argv: Sequence[str], model: Mapping[str, Any]) -> str | None:
     """The folder that the command line, or else the files, name."""
     found = model.get("from_hf")
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, equals, value = word.partition("=")
         if option.startswith("--") and option.removeprefix("--").replace("-", "_") == _OPTION:
             found = value if equals else following

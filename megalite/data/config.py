@@ -46,7 +46,7 @@ class DataConfig:
     """Count kept partial samples in float32, as Megatron-LM does: one or two too few or too many above 2**24 tokens."""
     cache_dir: str = ""
     """Where tokenised text and index files are kept; by default ~/.cache/megalite."""
-    prefetch: int = 2
+    prefetch: int = 0
     """Steps whose batches are loaded in the background while a step computes; 0 loads each when it is due."""
     pack: Literal["concat", "best_fit", "none"] = "concat"
     """How documents fill a sample: concat lays them end to end and cuts every seq_len tokens; best_fit packs whole

@@ -107,7 +107,7 @@ def _whole_mask(dropout: AttentionDropout, token: Tensor, heads: Tensor, size: i
 def close(ours: Tensor | None, theirs: Tensor | None, tolerance: float = 1e-12, name: str = "") -> None:
     assert ours is not None and theirs is not None and ours.shape == theirs.shape, name
     ours, theirs = ours.detach().double(), theirs.detach().double()
-    scale = theirs.masked_fill(theirs.isinf(), 0.0).abs().max().clamp_min(1e-2)
+    scale = theirs.masked_fill(theirs.isinf(), 0.0).abs().max().clamp_min(0.1)
     worst = (ours - theirs).masked_fill(ours == theirs, 0.0).abs().max() / scale
     assert worst <= tolerance, f"{name}: off by {float(worst):.1e}"
 
