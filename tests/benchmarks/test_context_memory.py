@@ -14,7 +14,7 @@ FULL = [
     *[(length, layout) for length in (16384, 32768) for layout in ("cp2", "cp4", "cp4:all_gather", "cp4:ulysses")],
 ]  # fmt: skip
 KV_BYTES = 2 * MODEL.kv_heads * MODEL.head_size * 4
-ROWS = [(8192, "cp4:ulysses_ring"), *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
+ROWS = [pytest.param(*row, marks=pytest.mark.full) for row in ((8192, "cp4:ulysses_ring"), *FULL)]
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,8 @@ MODELS = {
 }  # fmt: skip
 
 COVER = [
+    ("olmo2", "tp2+sp+pp2:zb_h1"),
     ("qwen3", "tp2+pp2:zb_h1+dp2"),
-    ("lfm2", "pp2+dp2+mbs1+recompute:full"),
     ("lfm2", "tp2+sp+pp2:zb_h1"),
     ("lfm2", "tp2+pp2v2:zb_v"),
     ("qwen3-moe", "tp2+sp+ep2"),
@@ -55,10 +55,11 @@ COVER = [
     ("lfm2-moe", "tp2+sp+ep2+pp2:zb_h1+recompute:full"),
     ("gemma2", "tp2+sp+pp2:zb_h1"),
     ("gemma3", "cp2+pp2+recompute:full"),
-    ("olmo2", "tp4+recompute:full"),
     ("gpt_neox", "tp2+sp+pp2v2:zb_v"),
 ]
 FULL = [
+    ("lfm2", "pp2+dp2+mbs1+recompute:full"),
+    ("olmo2", "tp4+recompute:full"),
     ("qwen3", "tp2"),
     ("qwen3", "tp4+sp+recompute:full"),
     ("lfm2", "tp2+mbs4"),
@@ -67,7 +68,6 @@ FULL = [
     ("gemma2", "cp2+tp2"),
     ("gemma2", "pp2+recompute:full"),
     ("gemma3", "tp2+sp"),
-    ("olmo2", "tp2+sp+pp2:zb_h1"),
     ("olmo2", "cp2:ulysses+tp2+sp"),
     ("gpt_neox", "cp2+dp2"),
     ("gpt_neox", "tp2+recompute:full"),

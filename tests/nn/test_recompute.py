@@ -59,7 +59,12 @@ def test_no_bit_changes(model: str, tokens: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("gpt2", "tp2+sp"), ("llama", "tp2+pp2:zb_v"), ("moe-gpt2", "tp2+etp2"), ("moe", "tp2+sp+ep2+pp2:zb_h1")],
+    [
+        ("gpt2", "tp2+sp"),
+        ("llama", "tp2+pp2:zb_v"),
+        pytest.param("moe-gpt2", "tp2+etp2", marks=pytest.mark.full),
+        ("moe", "tp2+sp+ep2+pp2:zb_h1"),
+    ],
 )
 def test_no_bit_changes_on_several_ranks(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
     place = parse_layout(layout)
@@ -86,7 +91,10 @@ def _cut(config: Config, kind: str) -> Config:
     return replace(config, train=replace(config.train, recompute=kind, recompute_cut_input=True))
 
 
-@pytest.mark.parametrize(("model", "layout"), [("gpt2", "tp2+pp2:zb_h1"), ("moe-gpt2", "tp2+etp2+dp2+zero3")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("gpt2", "tp2+pp2:zb_h1"), pytest.param("moe-gpt2", "tp2+etp2+dp2+zero3", marks=pytest.mark.full)],
+)
 def test_inputs_that_are_cut_change_no_bit(model: str, layout: str, tokens: str, tmp_path: Path, world: World) -> None:
     place = parse_layout(layout)
     plain = place.apply(_config(model, tokens, tmp_path, "none"))

@@ -87,6 +87,7 @@ def test_a_hang_is_found_and_every_rank_reports(tmp_path: Path) -> None:
     assert "running outside of any collective: ranks 1" in output
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     job = _torchrun("kill", tmp_path, "--nproc-per-node", "2")
     output = _finish(job, tmp_path)
