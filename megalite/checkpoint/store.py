@@ -268,14 +268,11 @@ def _load(
         read_tensors(
             place, manifest, [(piece, overlap) for piece in pieces for overlap in find(manifest, piece, instead)]
         )
-        return {piece.key for piece in pieces}
+        of_asked = [key for key in manifest.tensors if key.partition("/")[0] in tensors]
+        beside = {key for key in of_asked if _name(key) in frozen and not key.startswith("parameter/")}
+        return {piece.key for piece in pieces} | beside | {key for key in of_asked if _is_like(key, apart)}
 
     keys = set().union(*together(mpu, what, read))
-    for key in manifest.tensors:
-        kind = key.partition("/")[0]
-        is_beside = _name(key) in frozen and kind != "parameter"
-        if kind in tensors and (is_beside or _is_like(key, apart)):
-            keys.add(key)
     on_first(mpu, what, lambda: check_complete(manifest, keys))
     return manifest
 
