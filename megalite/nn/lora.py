@@ -101,10 +101,8 @@ def _hear(adapters: Sequence[ColumnAdapter | RowAdapter], module: nn.Module, arg
         if isinstance(context, Context):
             noise = None
             if context.training:
-                noise = Noise(
-                    seed=context.seed, step=context.batch.step, stream=context.token_index,
-                    rows=context.batch.token_index,
-                )  # fmt: skip
+                rows = context.shared.setdefault("token_index", context.batch.token_index)  # one for all layers
+                noise = Noise(seed=context.seed, step=context.batch.step, stream=context.token_index, rows=rows)
             for adapter in adapters:
                 adapter.noise = noise
 

@@ -72,8 +72,8 @@ def embedding_saved(embedding: VocabParallelEmbedding, tokens: int) -> Saved:
 
 
 def loss_saved(head: ColumnParallelLinear, tokens: int, dtype: torch.dtype) -> Saved:
-    """Both gradients, which `linear_cross_entropy` makes in its forward pass."""
-    dw = size_of(head.weight.shape, wide(dtype))
+    """Both gradients, which `linear_cross_entropy` makes in its forward pass; a frozen head has none."""
+    dw = size_of(head.weight.shape, wide(dtype)) if head.weight.requires_grad else 0
     return Saved(held=size_of((tokens, head.in_features), dtype) + dw, work=dw)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class MeasuredMemory:
 
 def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
     """Counts the second of two training steps of `config` on this rank; what the first one makes for good is there."""
-    training = build_training(config, mpu, torch.device("cpu"))
+    here = replace(config, data=replace(config.data, prefetch=0))  # what another thread loads would not be seen
+    training = build_training(here, mpu, torch.device("cpu"))
     train_step(training, 0)
     buckets = [bucket for part in training.data_parallels.values() for bucket in part.buckets]
     live, most = _Watch(buckets), 0
