@@ -26,9 +26,9 @@ from megalite.files import output_file, replace_json
 from megalite.kernels.attention import attention
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_mask import AttentionMask, first_seen
+from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
-from megalite.kernels.registry import Traits
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.collectives import gather_sequence
 from megalite.parallel.context import cut_rows

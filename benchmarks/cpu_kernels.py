@@ -27,12 +27,12 @@ from megalite.files import output_file, replace_json
 from megalite.kernels import compiled, norm
 from megalite.kernels.activation import gelu, swiglu_packed
 from megalite.kernels.attention import attention
+from megalite.kernels.backends import Traits, compile_problem
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.kernels.cross_entropy import CrossEntropyConfig, ce_grad_, ce_stats
 from megalite.kernels.dropout import bias_dropout_add, dropout_key, keep_mask
-from megalite.kernels.registry import Traits, compile_problem
 from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.kernels.short_conv import gated_short_conv
 

@@ -13,6 +13,7 @@ from .activation import gelu, swiglu_packed
 from .adamw import fused_adamw_
 from .attention import CausalBackend
 from .attention_kernel import AttentionKernel, SameWidthKernel
+from .backends import Traits, compile_problem
 from .clamped_swiglu import weighted_clamped_swiglu, weighted_clamped_swiglu_backward
 from .config import KernelConfig
 from .cross_entropy import ce_grad_, ce_stats
@@ -27,7 +28,7 @@ from .grouped import (
 )
 from .linear import accumulate_weight_grad
 from .norm import layer_norm, layer_norm_add, rms_norm, rms_norm_add
-from .registry import OPERATIONS, Traits, choice_of, choose, compile_problem, option_of, resolve
+from .registry import OPERATIONS, choice_of, choose, option_of, resolve
 from .rope import apply_rope
 from .routing import choose_experts, permute, unpermute
 from .short_conv import gated_short_conv

@@ -13,7 +13,7 @@ from megalite.config import check
 from megalite.config.check_moe import moe_problems
 from megalite.layout import parse_layout
 from tests import tiny
-from tests.test_config import Fields, config_with, problems
+from tests.test_config_rules import Fields, config_with, problems
 
 MOE: Fields = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 96}
 

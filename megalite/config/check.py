@@ -14,7 +14,8 @@ from megalite.config.check_moe import divisors, moe_layers, moe_problems
 from megalite.config.sections import SECTIONS, Config, ConfigError, field_types
 from megalite.config.values import convert
 from megalite.data.config import problems as data_problems
-from megalite.kernels.registry import Traits, config_problems
+from megalite.kernels.backends import Traits
+from megalite.kernels.registry import config_problems
 from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, RankGrid
 from megalite.nn.config import ModelConfig, rope_problems

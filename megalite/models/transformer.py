@@ -33,9 +33,10 @@ from megalite.parallel.collectives import enter_parallel, gather_from, sequence_
 from megalite.parallel.context import cut_rows, pad_rows, padded_length, row_multiple
 from megalite.parallel.cross_entropy import linear_cross_entropy, soft_cap
 from megalite.parallel.data import Unit
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.saved import embedding_saved, logits_bytes, loss_saved
 from megalite.parallel.shard import Shard, set_shard, shard_of
-from megalite.parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding, share_queue
+from megalite.parallel.tensor import ColumnParallelLinear, share_queue
 from megalite.parallel.wgrad import WeightGradQueue
 
 

@@ -11,10 +11,11 @@ from megalite.axis import Axis
 from megalite.kernels.attention import CausalBackend, attention, packed_attention
 from megalite.kernels.attention_kernel import AttentionKernel, attend
 from megalite.kernels.attention_rows import AttentionDropout, Rope
+from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.norm import rms_norm_saved
-from megalite.kernels.registry import Traits, problems
+from megalite.kernels.registry import problems
 from megalite.kernels.saved import Saved, beside, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig

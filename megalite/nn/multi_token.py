@@ -24,8 +24,9 @@ from megalite.nn.context import Context, embedding_site
 from megalite.nn.recompute import Recompute
 from megalite.nn.saved import BatchShape, saved_by
 from megalite.parallel.collectives import scatter_to
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.saved import embedding_saved
-from megalite.parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
+from megalite.parallel.tensor import ColumnParallelLinear
 
 _SHIFTED = ("tokens", "labels", "loss_mask", "token_mask")
 

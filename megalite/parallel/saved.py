@@ -16,15 +16,11 @@ from megalite.kernels.dropout import dropout_saved
 from megalite.kernels.saved import Saved, beside, size_of, wide
 from megalite.parallel.context_attention import ContextAttention
 from megalite.parallel.cross_entropy import VocabCut
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.expert import Dispatcher
 from megalite.parallel.head_exchange import kv_repeats
 from megalite.parallel.lora import ColumnAdapter, RowAdapter
-from megalite.parallel.tensor import (
-    ColumnParallelLinear,
-    FusedColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from megalite.parallel.tensor import ColumnParallelLinear, FusedColumnParallelLinear, RowParallelLinear
 
 _INDEX = torch.int64.itemsize
 

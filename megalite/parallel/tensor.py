@@ -1,4 +1,4 @@
-"""Linear layers, embedding and loss cut over the tensor-parallel axis (Shoeybi et al., 2019, arXiv:1909.08053).
+"""Linear layers cut over the tensor-parallel axis (Shoeybi et al., 2019, arXiv:1909.08053).
 
 With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) a column-parallel layer gathers the sequence
 before its GEMM and a row-parallel one scatters it after; only the cut input is kept for the backward pass.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.axis import Axis
-from megalite.parallel.collectives import gather_from, leave_parallel, reduce_from, reduce_scatter_sequence, scatter_to
+from megalite.parallel.collectives import gather_from, leave_parallel, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.random import normal_
 from megalite.parallel.shard import Cut, Segments, Shard, ShardedModule, adjacent, even_cut, set_shard
@@ -30,7 +30,6 @@ __all__ = [
     "FusedColumnParallelLinear",
     "OutputPart",
     "RowParallelLinear",
-    "VocabParallelEmbedding",
     "share_queue",
     "vocab_parallel_cross_entropy",
 ]
@@ -405,77 +404,6 @@ class RowParallelLinear(_ParallelLinear):
         if self.weight.requires_grad:
             self.queue.put(_weight_grad_work(self.queue, [self.weight], dy, x, None, None), [self.weight])
         return dy @ self.weight
-
-
-class _Embedding(torch.autograd.Function):
-    """Rows of a table; the gradient is added to the main gradient row by row, never as a dense copy of the table."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, outside: Tensor | None, weight: nn.Parameter, queue: WeightGradQueue) -> Tensor:
-        ctx.save_for_backward(ids, outside)
-        ctx.weight, ctx.queue = weight, queue
-        rows = weight.index_select(0, ids.flatten()).view(*ids.shape, weight.shape[1])
-        return rows if outside is None else rows.masked_fill_(outside[..., None], 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None]:
-        ids, outside = ctx.saved_tensors
-        weight: nn.Parameter = ctx.weight
-        main_grad = getattr(weight, "main_grad", None)
-        target = main_grad if main_grad is not None else torch.zeros_like(weight)
-        rows = grads[0].to(target.dtype)
-        if outside is not None:
-            rows = rows.masked_fill(outside[..., None], 0)
-        # At once even when the queue defers: rows are as large as the work would be, and would have to be kept.
-        ctx.queue.run(lambda: _add_rows(target, ids.flatten(), rows.reshape(-1, rows.shape[-1])), [weight])
-        return None, None, None if main_grad is not None else target, None
-
-
-def _add_rows(target: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """target[ids] += rows in a fixed order (index_add_ on CUDA would add in any order)."""
-    if target.is_cuda:
-        target.index_put_((ids,), rows, accumulate=True)
-    else:
-        target.index_add_(0, ids, rows)
-
-
-class VocabParallelEmbedding(ShardedModule):
-    """A table [vocab, hidden] cut by rows: rank r owns [r V // n, (r + 1) V // n), whether or not n divides V.
-
-    ids [s, b] -> [s, b, hidden], or this rank's rows of the sequence [s / n, b, hidden] under sequence parallelism.
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        axis: Axis,
-        sequence_parallel: bool = False,
-        init_std: float = 0.02,
-    ):
-        super().__init__()
-        self.axis, self.sequence_parallel, self.init_std = axis, sequence_parallel, init_std
-        self.queue = WeightGradQueue()
-        ((self.start, self.length),) = even_cut(num_embeddings, axis)
-        shard = Shard("weight", (num_embeddings, embedding_dim), (Cut(axis, 0, ((self.start, self.length),)),))
-        self.weight = set_shard(nn.Parameter(torch.empty(self.length, embedding_dim)), shard)
-        init_unless_meta(self)
-
-    def init_parameters(self, seed: int) -> None:
-        """Weight N(0, init_std^2) by global name and index."""
-        normal_(self.weight, seed, self.init_std)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [s, b] int64 -> [s, b, hidden] (or [s / n, b, hidden])."""
-        if self.axis.size == 1:
-            return _Embedding.apply(ids, None, self.weight, self.queue)
-        local = ids - self.start
-        outside = (local < 0) | (local >= self.length)
-        rows = _Embedding.apply(local.masked_fill(outside, 0), outside, self.weight, self.queue)
-        if self.sequence_parallel:
-            return reduce_scatter_sequence(rows, self.axis)
-        return reduce_from(rows, self.axis)
 
 
 def init_unless_meta(layer: nn.Module) -> None:

@@ -17,9 +17,9 @@ from rich.table import Table
 from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
 from megalite.data.loader import LoaderError
+from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import fallback_note
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
-from megalite.kernels.registry import Traits
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
 from megalite.optim.optimizer import NonFiniteGradient

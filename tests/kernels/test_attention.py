@@ -17,10 +17,10 @@ from megalite.kernels.attention import (
     block_forward,
     packed_attention,
 )
+from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.dropout import dropout_key
-from megalite.kernels.registry import Traits
 from megalite.kernels.rope import apply_rope, rope_tables
 
 # s, b, heads, kv_heads, d: GQA ratios, odd lengths and sizes, blocks that divide and that do not.

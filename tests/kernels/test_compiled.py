@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import activation, compiled, cross_entropy, dropout, grouped, norm, rope, short_conv
+from megalite.kernels.backends import Traits, compile_problem
 from megalite.kernels.cross_entropy import CrossEntropyConfig
 from megalite.kernels.dropout import dropout_key
-from megalite.kernels.registry import Traits, compile_problem
 
 pytestmark = pytest.mark.skipif(compile_problem(Traits()) is not None, reason="no C++ compiler")
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, attend
+from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.flash_attention import FlashAttnKernel, TorchKernel
-from megalite.kernels.registry import Traits, choose, problems
+from megalite.kernels.registry import choose, problems
 from tests.kernels import flash_attn_package
 from tests.kernels.masked import (
     HEADS,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import activation
+from megalite.kernels.backends import Traits
 from megalite.kernels.clamped_swiglu import weighted_clamped_swiglu, weighted_clamped_swiglu_backward
 from megalite.kernels.grouped import (
     GroupedBackend,
@@ -20,7 +21,7 @@ from megalite.kernels.grouped import (
     weighted_swiglu,
     weighted_swiglu_backward,
 )
-from megalite.kernels.registry import Traits, resolve
+from megalite.kernels.registry import resolve
 
 COUNTS = [[5, 0, 3], [0, 0, 7], [1, 2, 0], [0, 0, 0], [4, 4, 4]]
 CPU = torch.device("cpu")

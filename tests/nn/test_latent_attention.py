@@ -13,10 +13,10 @@ from torch import Tensor
 from megalite.kernels.attention import attention
 from megalite.kernels.attention_kernel import AttentionKernel, BlockKernel, SameWidthKernel, attend
 from megalite.kernels.attention_mask import AttentionMask
+from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.flash_attention import TorchKernel
-from megalite.kernels.registry import Traits
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.latent_attention import LatentAttention

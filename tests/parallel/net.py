@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megalite.mpu import ParallelState
 from megalite.parallel.data import DataParallel, Unit, main_grad
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import materialize, name_parameters
 from megalite.parallel.tensor import (
@@ -14,7 +15,6 @@ from megalite.parallel.tensor import (
     FusedColumnParallelLinear,
     OutputPart,
     RowParallelLinear,
-    VocabParallelEmbedding,
     share_queue,
 )
 from megalite.parallel.wgrad import WeightGradQueue

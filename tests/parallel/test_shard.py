@@ -14,6 +14,7 @@ from megalite.nn.config import ModelConfig
 from megalite.nn.norm import LayerNorm
 from megalite.nn.position import PositionEmbedding
 from megalite.parallel.data import DataParallel, Unit, main_grad
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import adjacent, name_parameters, shard_of
 from megalite.parallel.tensor import (
@@ -21,7 +22,6 @@ from megalite.parallel.tensor import (
     FusedColumnParallelLinear,
     OutputPart,
     RowParallelLinear,
-    VocabParallelEmbedding,
     share_queue,
 )
 from megalite.parallel.wgrad import WeightGradQueue

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite.mpu import ParallelConfig, ParallelState
 from megalite.parallel.collectives import gather_from, sequence_part
 from megalite.parallel.cross_entropy import linear_cross_entropy
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.random import initialize
 from megalite.parallel.shard import shard_of
 from megalite.parallel.tensor import (
@@ -20,7 +21,6 @@ from megalite.parallel.tensor import (
     FusedColumnParallelLinear,
     OutputPart,
     RowParallelLinear,
-    VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
 from megalite.parallel.wgrad import WeightGradQueue

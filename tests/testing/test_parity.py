@@ -9,8 +9,9 @@ from megalite.nn.config import ModelConfig
 from megalite.nn.mlp import ParallelMLP
 from megalite.nn.norm import LayerNorm
 from megalite.parallel.collectives import copy_to, gather_from, reduce_from
+from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.shard import Cut, Shard, even_cut, set_shard
-from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megalite.testing import ParityError, World, check_parallel_module
 
 CONFIG = ModelConfig(hidden_size=12, ffn_hidden_size=10, num_heads=4)

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,24 +20,9 @@ from megalite.train.checkpoints import RunCheckpoints
 from megalite.train.step import train_step
 from tests.checkpoint.megatron_files import GPT2, Layout, make_weights, write_torch_dist
 from tests.tiny import config_for, write_tokens
-from tools.checkpoint import main
+from tests.tools.conftest import Command
 
 ROOT = Path(__file__).parents[2]
-Command = Callable[..., str]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the tool in this process; returns what it prints, errors included."""
-
-    def call(*arguments: object, code: int = 0) -> str:
-        capsys.readouterr()
-        found = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        assert found == code, printed.out + printed.err
-        return printed.out + printed.err
-
-    return call
 
 
 def test_as_a_script(run: Path) -> None:

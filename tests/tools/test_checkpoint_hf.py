@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ from megalite.train.build import build_training
 from megalite.train.checkpoints import RunCheckpoints
 from megalite.train.step import train_step
 from tests.tiny import config_for
-from tools.checkpoint import main
+from tests.tools.conftest import Command
 
-Command = Callable[..., str]
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37, "hidden_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 10,
@@ -48,20 +46,6 @@ GPT2: dict[str, Any] = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 37, "n_embd": 24, "n_layer": 2,
     "n_head": 4, "n_positions": 30, "n_ctx": 30, "activation_function": "gelu_new",
 }  # fmt: skip
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the tool in this process; returns what it prints, errors included."""
-
-    def call(*arguments: object, code: int = 0) -> str:
-        capsys.readouterr()
-        found = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        assert found == code, printed.out + printed.err
-        return printed.out + printed.err
-
-    return call
 
 
 def weights(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

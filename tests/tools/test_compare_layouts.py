@@ -10,7 +10,7 @@ import pytest
 
 from megalite.config import ConfigError
 from megalite.layout import parse_layout
-from tests.test_config import config_with
+from tests.test_config_rules import config_with
 
 
 @pytest.fixture(scope="module")
