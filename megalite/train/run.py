@@ -18,7 +18,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
 from megalite.data.loader import LoaderError
 from megalite.kernels.backends import Traits
-from megalite.kernels.chosen import fallback_note
+from megalite.kernels.chosen import emulation_note, fallback_note
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
@@ -230,8 +230,9 @@ def _report(config: Sections, training: Training, launch: Launch, choices: dict[
         logger.info("%s", line)
     logger.info("kernels: %s", _by_choice(choices))
     note = fallback_note(config.kernels, device=launch.device, dtype=config.train.dtype, width=config.model.hidden_size)
-    if note is not None:
-        logger.info("%s", note)
+    for text in (note, emulation_note(device=launch.device, dtype=config.train.dtype)):
+        if text is not None:
+            logger.info("%s", text)
     if "compiled" in choices.values():
         logger.info("compiled kernels are made in the first steps and kept on disk; kernels.compile=false avoids it")
     rows = mpu.describe(launch.ranks_per_node)
