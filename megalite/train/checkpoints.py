@@ -103,9 +103,7 @@ class RunCheckpoints:
     def load_start(self) -> Path | str | None:
         """Takes over weights and optimizer state from `checkpoint.load`, for a run that begins at step 0.
 
-        Without it, the weights of `model.from_hf`, if there is one.
-
-        A checkpoint of weights alone (averaged, imported) leaves the optimizer, and buffers that it lacks, as they are.
+        Without it, the weights of `model.from_hf`, if there is one. A checkpoint of weights alone (averaged, imported) leaves the optimizer, and buffers that it lacks, as they are.
         """
         start = self._config.checkpoint.load
         if start is None:
@@ -116,7 +114,7 @@ class RunCheckpoints:
         optional = [kind for kind in state_tensors(self._training) if kind != "parameter"]
         if self._config.lora.rank and not any(fnmatch.fnmatchcase(key, NAMES) for key in manifest.tensors):
             logger.info("%s holds no adapters: they, and the optimizer, begin anew", start)
-            self._load(start, optional, apart=[NAMES], whole=True)
+            self._load(start, optional, apart=[NAMES, FRACTIONS], whole=True)
             self._training.optimizer.steps = 0
         elif manifest.kinds <= set(WEIGHTS):
             logger.info("%s holds weights alone: the optimizer begins anew", start)
