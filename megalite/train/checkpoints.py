@@ -103,7 +103,8 @@ class RunCheckpoints:
     def load_start(self) -> Path | str | None:
         """Takes over weights and optimizer state from `checkpoint.load`, for a run that begins at step 0.
 
-        Without it, the weights of `model.from_hf`, if there is one. A checkpoint of weights alone (averaged, imported) leaves the optimizer, and buffers that it lacks, as they are.
+        Without it, the weights of `model.from_hf`, if there is one. A checkpoint of weights alone (averaged, imported)
+        leaves the optimizer, and buffers that it lacks, as they are.
         """
         start = self._config.checkpoint.load
         if start is None:
