@@ -144,7 +144,8 @@ def test_attention(case: Case, dtype: torch.dtype) -> None:
         assert mine.dtype == dtype and mine.shape == want.shape
         assert_no_worse(mine, theirs, want)
         if dtype == torch.float32:
-            torch.testing.assert_close(mine.double(), want, rtol=0.0, atol=1e-5 * max(want.abs().max().item(), 0.1))
+            # Gradients of scores are differences of sums about one: where these cancel, their rounding is what stays.
+            torch.testing.assert_close(mine.double(), want, rtol=0.0, atol=1e-5 * max(want.abs().max().item(), 1.0))
 
 
 def test_heads_that_lie_in_one_tensor() -> None:
