@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.files import replace_text, sync_folder
+from megalite.remote import as_os_errors, file_system, is_remote
 
 logger = logging.getLogger("megalite")
 
@@ -136,22 +137,13 @@ class Folder(ABC):
 def folder_at(address: Path | str) -> Folder:
     """The folder at a path or a URL; CheckpointError when what the URL needs is not installed."""
     text = str(address)
-    if "://" not in text:
+    if not is_remote(text):
         return LocalFolder(Path(text))
     try:
-        import fsspec
-    except ImportError as error:
-        raise CheckpointError(f"{text} needs fsspec: pip install fsspec") from error
-    try:
-        files, path = fsspec.core.url_to_fs(text)
+        files, path = file_system(text)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{text} cannot be reached: {error}") from error
+        raise CheckpointError(str(error)) from error
     return RemoteFolder(files, path.rstrip("/"), text.rstrip("/"))
-
-
-def is_remote(address: Path | str) -> bool:
-    """Whether `address` is a URL."""
-    return "://" in str(address)
 
 
 class _LocalReader(Reader):
@@ -286,11 +278,11 @@ class LocalFolder(Folder):
 class _RemoteReader(Reader):
     def __init__(self, files: Any, path: str):
         self._files, self._path = files, path
-        with _as_os_errors(path):
+        with as_os_errors(path):
             self.size = int(files.info(path)["size"])
 
     def read_into(self, buffer: memoryview, begin: int) -> int:
-        with _as_os_errors(self._path):
+        with as_os_errors(self._path):
             content = self._files.cat_file(self._path, start=begin, end=begin + len(buffer))
         buffer[: len(content)] = content
         return len(content)
@@ -316,7 +308,7 @@ class RemoteFolder(Folder):
 
     def names(self) -> list[str]:
         """Everything in it."""
-        with _as_os_errors(self._path):
+        with as_os_errors(self._path):
             self._files.invalidate_cache()
             if not self._files.isdir(self._path):
                 return []
@@ -324,18 +316,18 @@ class RemoteFolder(Folder):
 
     def size(self, path: str) -> int | None:
         """Bytes of a file."""
-        with _as_os_errors(self._at(path)):
+        with as_os_errors(self._at(path)):
             self._files.invalidate_cache()
             return int(self._files.info(self._at(path))["size"]) if self._files.isfile(self._at(path)) else None
 
     def written(self, path: str) -> float:
         """In seconds."""
-        with _as_os_errors(self._at(path)):
+        with as_os_errors(self._at(path)):
             return self._files.modified(self._at(path)).timestamp()
 
     def read_text(self, path: str) -> str:
         """A file of UTF-8."""
-        with _as_os_errors(self._at(path)):
+        with as_os_errors(self._at(path)):
             content = self._files.cat_file(self._at(path))
         return content.decode("utf-8")
 
@@ -346,17 +338,17 @@ class RemoteFolder(Folder):
     @contextlib.contextmanager
     def writer(self, path: str) -> Iterator[IO[bytes]]:
         """A new file; nothing of it is seen before it is whole, where the storage does so."""
-        with _as_os_errors(self._at(path)), self._files.open(self._at(path), "wb") as file:
+        with as_os_errors(self._at(path), CheckpointError), self._files.open(self._at(path), "wb") as file:
             yield file
 
     def replace_text(self, path: str, text: str) -> None:
         """Writes a file at once."""
-        with _as_os_errors(self._at(path)):
+        with as_os_errors(self._at(path)):
             self._files.pipe_file(self._at(path), text.encode())
 
     def remove(self, name: str) -> None:
         """The manifest first: what is left is then no checkpoint."""
-        with _as_os_errors(self._at(name)):
+        with as_os_errors(self._at(name)):
             self._files.invalidate_cache()
             for path in (f"{name}/{MANIFEST}", name):
                 if self._files.exists(self._at(path)):
@@ -373,7 +365,7 @@ class RemoteFolder(Folder):
     def draft(self, name: str, size: int) -> Draft:
         """A folder inside of the checkpoint's; an object store has no end, so room is not asked for."""
         attempt = secrets.token_hex(4)
-        with _as_os_errors(self._path):
+        with as_os_errors(self._path):
             self._files.makedirs(self._at(f"{name}/{attempt}"), exist_ok=True)
         return Draft(f"{name}/{attempt}/", f"{attempt}/")
 
@@ -383,7 +375,7 @@ class RemoteFolder(Folder):
         folder = self.child(name)
         for entry in folder.names():
             if entry not in (draft.prefix.rstrip("/"), MANIFEST):
-                with _as_os_errors(folder._path):
+                with as_os_errors(folder._path):
                     self._files.rm(folder._at(entry), recursive=True)
 
     def discard(self, draft: Draft) -> None:
@@ -393,14 +385,3 @@ class RemoteFolder(Folder):
 
     def _at(self, path: str) -> str:
         return f"{self._path}/{path}"
-
-
-@contextlib.contextmanager
-def _as_os_errors(path: str) -> Iterator[None]:
-    """Clients of object stores have exceptions of their own."""
-    try:
-        yield
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        raise OSError(f"{path}: {type(error).__name__}: {error}") from error

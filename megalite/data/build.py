@@ -16,9 +16,11 @@ from megalite.data.corpus import DEMO_VOCAB_SIZE, prepare_demo
 from megalite.data.indexed import FormatError, IndexedDataset, strip_suffix
 from megalite.data.mixing import DatasetBuilder, Source
 from megalite.data.preprocess import TextOptions, preprocess
+from megalite.data.remote_blocks import BlockCache
 from megalite.data.rows import SampleSource
 from megalite.data.text_sources import TEXT_SUFFIXES, is_text_path
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.remote import is_remote
 
 DEMO_NAME = "embedded demo"
 TEXT_RECIPE = 2
@@ -87,7 +89,7 @@ def build_datasets(
     config = replace(config, paths=blend.paths)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_directory()
     prefixes, named = _resolve(config, cache, vocab_size)
-    data = [IndexedDataset(prefix) for prefix in prefixes]
+    data = [IndexedDataset(prefix, cache=_block_cache(config, cache)) for prefix in prefixes]
     named = named or _recorded_tokenizer(data)
     tokenizer = named.tokenizer if named is not None else None
     names = config.paths or (DEMO_NAME,)
@@ -145,9 +147,14 @@ def _validation_builder(
         return training
     blend = parse_blend(config.validation, (), name="data.validation")
     prefixes, _ = _resolve(replace(config, paths=blend.paths), cache, vocab_size)
-    data = [IndexedDataset(prefix) for prefix in prefixes]
+    data = [IndexedDataset(prefix, cache=_block_cache(config, cache)) for prefix in prefixes]
     sources = [_checked_source(d, name, tokenizer, vocab_size) for d, name in zip(data, blend.paths, strict=True)]
     return replace(training, sources=sources, phases=_in_samples(blend, None), split="0,1", reports={})
+
+
+def _block_cache(config: DataConfig, cache: Path) -> BlockCache:
+    """Where the blocks of remote files are kept."""
+    return BlockCache(cache / "remote", round(config.remote_cache_gb * 1e9) or None)
 
 
 def _packing(config: DataConfig) -> dict[str, Any]:
@@ -164,6 +171,11 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
         return [str(demo.prefix)], _Named(config.tokenizer or DEMO_NAME, load_tokenizer(demo.tokenizer))
     texts = [p for p in config.paths if is_text_path(p)]
     for path in texts:
+        if is_remote(path):
+            raise ValueError(
+                f"data.paths: {path} is text far away, which is not read; make token files with"
+                " tools/preprocess_data.py and give their PREFIX, which may be a URL"
+            )
         if not Path(path).is_file():
             raise FileNotFoundError(f"data.paths: {path} does not exist")
     name = config.tokenizer
@@ -181,7 +193,7 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
 
 def _existing(path: str) -> str:
     prefix = strip_suffix(path)
-    if not Path(prefix + ".idx").is_file():
+    if not is_remote(path) and not Path(prefix + ".idx").is_file():
         kind = "is not a text file that is understood" if Path(path).exists() else "does not exist"
         raise FileNotFoundError(
             f"data.paths: {path} {kind}, and there is no {prefix}.idx;"
@@ -239,7 +251,7 @@ def _checked_source(data: IndexedDataset, name: str, tokenizer: Tokenizer | None
         _compare_vocabularies(data.prefix, known, vocab_size)
     limit = min((n for n in (known, vocab_size) if n is not None), default=None)
     largest = side.get("largest_id")
-    if largest is None and data.bin_path.stat().st_size <= _SCAN_LIMIT:
+    if largest is None and data.num_bytes <= _SCAN_LIMIT and not is_remote(data.prefix):
         largest = data.largest_id()
     if limit is not None and largest is not None and largest >= limit:
         owner = "the tokenizer" if limit == known else "model.vocab_size"

@@ -1,4 +1,4 @@
-"""Files that are computed once and shared: every process may compute them, and none can see half of one."""
+"""Files that are computed once and shared: any process may compute them, and none can see half of one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-LOCK_SECONDS = 3600.0
+LOCK_SECONDS, NOTICE_SECONDS = 3600.0, 30.0
 Arrays = dict[str, NDArray[Any]]
 log = logging.getLogger(__name__)
 
@@ -42,29 +42,53 @@ def cached_arrays(
 ) -> Arrays:
     """The arrays of `build`, memory-mapped from `directory` when they are there with these shapes (None: any size).
 
-    Nobody waits for anybody: a process that finds nothing (or a damaged file) computes all arrays and renames each
-    into place; what other processes rename at the same time has the same bytes. Failing to write is only logged.
+    A process that finds nothing, or a damaged file, computes all arrays and renames each into place. Others wait for
+    it, but not for ever (see `locked`), nor where there are no locks: then several compute the same bytes, and none
+    sees half of a file. Failing to write is only logged.
     """
     if directory is None:
         return build()
     paths = {name: directory / f"{key}-{name}.npy" for name in shapes}
+    if (found := _loaded(paths, shapes)) is not None:
+        return found
+    lock = directory / f"{key}.lock"
+    with locked(lock):
+        try:
+            return _loaded(paths, shapes, damage=False) or _built(paths, build)
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()  # who waits for it, or makes another, finds the arrays
+
+
+def _built(paths: Mapping[str, Path], build: Callable[[], Arrays]) -> Arrays:
+    """What `build` gives, from disk if it can be written: all processes then share the memory."""
+    arrays = build()
+    try:
+        for name, path in paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _save(path, arrays[name])
+    except OSError as error:
+        log.warning("an index could not be cached: %s", error)
+        return arrays
+    return _loaded(paths, {name: values.shape for name, values in arrays.items()}) or arrays
+
+
+def _loaded(
+    paths: Mapping[str, Path], shapes: Mapping[str, tuple[int | None, ...]], *, damage: bool = True
+) -> Arrays | None:
+    """The arrays on disk, or None when they are not there, or not whole (which is logged, if `damage`)."""
     try:
         arrays: Arrays = {name: np.load(path, mmap_mode="r").view(np.ndarray) for name, path in paths.items()}
         if all(_fits(arrays[name].shape, shape) for name, shape in shapes.items()):
             return arrays
-        log.warning("%s holds arrays of other shapes; building them again", paths)
+        reason: object = "arrays of other shapes"
     except FileNotFoundError:
-        pass
+        return None
     except (OSError, ValueError, EOFError) as error:
-        log.warning("cached index %s is damaged (%s); building it again", key, error)
-    arrays = build()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, path in paths.items():
-            _save(path, arrays[name])
-    except OSError as error:
-        log.warning("the index could not be cached in %s: %s", directory, error)
-    return arrays
+        reason = error
+    if damage:
+        log.warning("a cached index is damaged (%s); building again %s", reason, ", ".join(map(str, paths.values())))
+    return None
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
@@ -93,7 +117,7 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
     if directory.is_dir():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(directory.with_name(directory.name + ".lock")) as exclusive:
+    with locked(directory.with_name(directory.name + ".lock")) as exclusive:
         if directory.is_dir():
             return directory
         if exclusive:
@@ -118,19 +142,35 @@ def _rename_unless_there(scratch: Path, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Holds a lock file; yields False on file systems without locks. TimeoutError after an hour."""
-    with open(path, "ab") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        exclusive = False
-        while not exclusive:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                exclusive = True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has held {path} for {LOCK_SECONDS:.0f} s") from None
-                time.sleep(0.1)
-            except OSError:
-                break
-        yield exclusive
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds a lock file, which the kernel takes back when this process dies.
+
+    Yields False where it is not held: on file systems without locks, with `wait` False when another process holds it,
+    and (with a warning) when one has held it for an hour, since no process may wait for another for ever.
+    """
+    with contextlib.ExitStack() as stack:
+        file = None
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "ab"))
+        yield file is not None and _acquired(file, path, LOCK_SECONDS if wait else 0.0)
+
+
+def _acquired(file: IO[bytes], path: Path, seconds: float) -> bool:
+    begun = time.monotonic()
+    notice = begun + NOTICE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if (now := time.monotonic()) - begun >= seconds:
+                if seconds:
+                    log.warning("another process has held %s for %.0f s: going on without it", path, seconds)
+                return False
+            if now >= notice:
+                log.info("waiting for another process, which holds %s", path)
+                notice = now + NOTICE_SECONDS
+            time.sleep(0.05)
+        except OSError:
+            return False

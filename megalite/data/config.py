@@ -14,7 +14,8 @@ class DataConfig:
     """What a run reads, and how it becomes samples."""
 
     paths: tuple[str, ...] = ()
-    """Token files (PREFIX of .bin/.idx) or text files (.jsonl, .txt); none: the embedded demo corpus."""
+    """Token files (PREFIX of .bin/.idx, a path or a URL of fsspec such as s3://bucket/PREFIX) or text files (.jsonl,
+    .txt); none: the embedded demo corpus."""
     blend: BlendWords = ()
     """Shares of samples: a weight for each of data.paths (by default their tokens), or instead of data.paths
     "WEIGHT PATH WEIGHT PATH ...", with @STEP before weights that hold from that step on, or a YAML or JSON file."""
@@ -45,7 +46,10 @@ class DataConfig:
     float32_counts: bool = False
     """Count kept partial samples in float32, as Megatron-LM does: one or two too few or too many above 2**24 tokens."""
     cache_dir: str = ""
-    """Where tokenised text and index files are kept; by default ~/.cache/megalite."""
+    """Where tokenised text, index files and blocks of remote data are kept; by default ~/.cache/megalite."""
+    remote_cache_gb: float = 64.0
+    """Disk that blocks of remote data may take, in GB, for all processes of a machine; those that were not used for
+    longest go first. 0: without end."""
     prefetch: int = 0
     """Steps whose batches are loaded in the background while a step computes; 0 loads each when it is due."""
     pack: Literal["concat", "best_fit", "none"] = "concat"
@@ -66,6 +70,8 @@ def problems(config: DataConfig) -> list[str]:
         found.append(f"data.num_samples={config.num_samples} must be at least 1")
     if config.prefetch < 0:
         found.append(f"data.prefetch={config.prefetch} must be at least 0")
+    if config.remote_cache_gb < 0:
+        found.append(f"data.remote_cache_gb={config.remote_cache_gb} must be at least 0")
     found += _blend_problems(config)
     try:
         split_ranges(config.split, 1)

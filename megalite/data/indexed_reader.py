@@ -1,30 +1,27 @@
-"""Reading token files: the sequences of PREFIX.bin/.idx, memory-mapped or fetched from far away."""
+"""Reading token files: the sequences of PREFIX.bin/.idx."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed_format import HEADER, FormatError, read_header, running_offsets, strip_suffix
+from megalite.data.remote_blocks import BlockCache, text_if_there, token_file
 
 _CHECK_CHUNK = 1 << 22
 _CHECK_LIMIT = 100_000_000
 
 
-def _map(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file as a read-only array; views of it keep the mapping alive."""
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype=np.uint8)  # an empty file cannot be mapped
-    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-
-
 class IndexedDataset:
-    """The sequences of PREFIX.bin/.idx, memory-mapped; `dataset[i]` is a read-only view of sequence i.
+    """The sequences of PREFIX.bin/.idx; `dataset[i]` is a read-only view of sequence i.
+
+    PREFIX is a path, whose files are memory-mapped, or a URL (s3://...): what is read of .bin is fetched by blocks that
+    stay in `cache` (default: the user's), and .idx is copied there.
 
     lengths: int32 [N]. offsets: int64 [N], in bytes. document_index: int64 [M]. modes: int8 [N] or None. The
     header, both file sizes, the document index and the offsets are checked on opening (offsets only up to 1e8
@@ -35,13 +32,21 @@ class IndexedDataset:
     accepts a .bin with bytes beyond the last sequence.
     """
 
-    def __init__(self, prefix: str | Path, *, check_offsets: bool | None = None, allow_longer: bool = False):
-        self.prefix = strip_suffix(prefix)
-        self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist (the data prefix is {self.prefix!r})")
-        index = _map(self.idx_path)
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        check_offsets: bool | None = None,
+        allow_longer: bool = False,
+        cache: BlockCache | None = None,
+    ):
+        self.prefix, self.cache = strip_suffix(prefix), cache or BlockCache.default()
+        self.bin_path, self.idx_path = self.prefix + ".bin", self.prefix + ".idx"
+        try:
+            index = token_file(self.idx_path, self.cache).whole()
+            self._bin = token_file(self.bin_path, self.cache)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error} (the data prefix is {self.prefix!r})") from error
         self.dtype, count, marks = read_header(self.idx_path, index)
         begin = HEADER.size
         self.lengths: NDArray[np.int32] = index[begin : begin + 4 * count].view("<i4")
@@ -56,8 +61,6 @@ class IndexedDataset:
             self._check_offsets()
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self._check_size(allow_longer)
-        data = _map(self.bin_path)
-        self.tokens: NDArray[Any] = data[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -67,6 +70,11 @@ class IndexedDataset:
 
     def __getitem__(self, i: int) -> NDArray[Any]:
         return self.get(i)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tokens."""
+        return self.num_tokens * self.dtype.itemsize
 
     @property
     def num_documents(self) -> int:
@@ -90,7 +98,8 @@ class IndexedDataset:
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """`count` tokens from `start` on, across sequences."""
-        return self.tokens[start : start + count]
+        size = self.dtype.itemsize
+        return self._bin.read(start * size, count * size).view(self.dtype)
 
     def largest_id(self) -> int:
         """The largest token id, by reading everything; -1 without tokens."""
@@ -103,11 +112,12 @@ class IndexedDataset:
 
     def side_file(self) -> dict[str, Any] | None:
         """What PREFIX.json says, or None without one; FormatError when it belongs to other data."""
-        path = Path(self.prefix + ".json")
-        if not path.is_file():
+        path = self.prefix + ".json"
+        text = text_if_there(path)
+        if text is None:
             return None
         try:
-            side = json.loads(path.read_text())
+            side = json.loads(text)
             tokens = side["tokens"]
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path} is not a side file of token data ({error!r}); remove it") from error
@@ -140,9 +150,9 @@ class IndexedDataset:
             total += int(lengths.sum(dtype=np.int64))
 
     def _check_size(self, allow_longer: bool) -> None:
-        need, have = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
+        need, have = self.num_bytes, self._bin.size
         if have < need or (have > need and not allow_longer):
             raise FormatError(
-                f"{self.bin_path} has {have} bytes but {self.idx_path.name} describes {need}"
+                f"{self.bin_path} has {have} bytes but {PurePath(self.idx_path).name} describes {need}"
                 f" ({self.num_tokens} {self.dtype.name} tokens); was it written to the end?"
             )
