@@ -92,6 +92,7 @@ class RemoteFile:
         self._recent: dict[int, NDArray[np.uint8]] = {}
         self._guard = threading.Lock()
         self._unswept = 0
+        cache.sweep()  # the limit may have been lowered
 
     def read(self, begin: int, size: int) -> NDArray[np.uint8]:
         """uint8 [size], read-only: the bytes from `begin` on."""
