@@ -50,7 +50,7 @@ class DataConfig:
     remote_cache_gb: float = 64.0
     """Disk that blocks of remote data may take, in GB, for all processes of a machine; those that were not used for
     longest go first. 0: without end."""
-    prefetch: int = 0
+    prefetch: int = 2
     """Steps whose batches are loaded in the background while a step computes; 0 loads each when it is due."""
     pack: Literal["concat", "best_fit", "none"] = "concat"
     """How documents fill a sample: concat lays them end to end and cuts every seq_len tokens; best_fit packs whole

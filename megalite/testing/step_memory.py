@@ -41,8 +41,7 @@ class MeasuredMemory:
 
 def measure(mpu: ParallelState, config: Config) -> MeasuredMemory:
     """Counts the second of two training steps of `config` on this rank; what the first one makes for good is there."""
-    here = replace(config, data=replace(config.data, prefetch=0))  # what another thread loads would not be seen
-    training = build_training(here, mpu, torch.device("cpu"))
+    training = build_training(_loading_when_due(config), mpu, torch.device("cpu"))
     train_step(training, 0)
     buckets = [bucket for part in training.data_parallels.values() for bucket in part.buckets]
     live, most = _Watch(buckets), 0
@@ -77,9 +76,14 @@ def beside_predicted(
     pairs = []
     for place, member in enumerate(config.parallel.grid(num_ranks).members(0, ("pp",))):
         load = found[member].expert_load
-        predicted = predict(config, num_ranks, device=torch.device("cpu"), expert_load=load)
+        predicted = predict(_loading_when_due(config), num_ranks, device=torch.device("cpu"), expert_load=load)
         pairs.append((predicted[place], found[member]))
     return pairs
+
+
+def _loading_when_due(config: Config) -> Config:
+    """`config` with the rows of a step loaded by the step itself: those of another thread are not seen."""
+    return replace(config, data=replace(config.data, prefetch=0))
 
 
 def _watch_experts(training: Training) -> list[int]:

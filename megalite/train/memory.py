@@ -33,8 +33,8 @@ from megalite.train.stages import stage_layers
 STATE: tuple[str, ...] = ("parameters", "gradients", "master", "optimizer")
 """What is there between steps, too."""
 STEP: tuple[str, ...] = ("batch", "activations", "loss", "deferred", "messages")
-"""What there is between two actions of the plan: the rows of the step, and what micro-batches leave behind for
-backward, for that of the loss, for weight gradients that were put off, and on their way to and from other stages."""
+"""What there is between two actions of the plan: the rows of the step and of steps to come, and what micro-batches leave
+behind for backward, for that of the loss, for weight gradients that were put off, and on their way to other stages."""
 TRANSIENT: tuple[str, ...] = ("unit gradients", "unit parameters", "reduction", "recompute", "logits")
 """What comes and goes within an action: whole gradients and parameters of units that are divided between uses, buffers
 of their reduction, what a region makes again, and a chunk of logits."""
@@ -129,9 +129,8 @@ def _of_rank(
     state["parameters"] += _frozen_bytes(units)
     actions = plan.actions[mpu.pp.rank]
     transient = _Transient(units, config, device, actions)
-    walk = _Walk(
-        plan, memories, _batch_bytes(config, plan.num_microbatches), dict(zip(stages, transient.left(), strict=True))
-    )
+    batch = _batch_bytes(config, plan.num_microbatches, device)
+    walk = _Walk(plan, memories, batch, dict(zip(stages, transient.left(), strict=True)))
     walk.run(mpu.pp.rank)
     settled, ending = walk.settled.kinds, walk.now | {"reduction": transient.at_the_end()}
     if sum(ending.values()) > sum(settled.values()):
@@ -302,15 +301,19 @@ class _Walk:
             self.now["deferred"] += memory.deferred
 
 
-def _batch_bytes(config: Sections, num_microbatches: int) -> int:
-    """The rows that a rank loads for a step: tokens, labels, positions and loss masks, and what packing adds."""
+def _batch_bytes(config: Sections, num_microbatches: int, device: torch.device) -> int:
+    """The rows of a step on this rank: tokens, labels, positions and loss masks, and what packing adds.
+
+    Those of later steps that are loaded ahead wait in the memory of the host.
+    """
     token = 3 * torch.int64.itemsize + torch.float32.itemsize
     if config.data.pack != "concat":
         token += torch.bool.itemsize
     if config.data.pack != "concat" or config.data.reset_attention:
         token += torch.int64.itemsize
     row = config.data.seq_len * token + torch.int64.itemsize
-    return num_microbatches * config.train.micro_batch_size * row
+    steps = 1 + (config.data.prefetch if device.type == "cpu" else 0)
+    return steps * num_microbatches * config.train.micro_batch_size * row
 
 
 # ---- within actions

@@ -109,6 +109,14 @@ def test_micro_batches_in_flight_are_those_of_the_plan(schedule: str) -> None:
     assert any(rank.kinds["deferred"] for rank in ranks) == schedule.startswith("zb")
 
 
+def test_rows_loaded_ahead_wait_in_the_memory_of_the_host() -> None:
+    config = _preset("demo")
+    when_due = replace(config, data=replace(config.data, prefetch=0))
+    for device, ahead in ((torch.device("cpu"), config.data.prefetch), (CUDA, 0)):
+        (due,), (early,) = (predict(each, 1, device=device) for each in (when_due, config))
+        assert early.kinds["batch"] == (1 + ahead) * due.kinds["batch"] > 0
+
+
 def test_what_costs_what() -> None:
     def total(*options: str, expert_load: float = 1.0, preset: str = "mixtral_8x7b") -> dict[str, int]:
         config = _preset(preset, "--train.global_batch_size", "64", *options)
