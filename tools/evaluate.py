@@ -67,6 +67,7 @@ def usage_errors(args: Arguments) -> list[str]:
     found = [*args.model_problems(), *too_small(args, "stride", "batch_size", "num_documents")]
     if not args.text and not args.data:
         found.append("there is nothing to evaluate: name files with --text or --data")
+    found += [f"--text {path}: there is no such file" for path in args.text if not Path(path).is_file()]
     if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
         found.append(f"--json={args.json} should be a file in a folder that is there")
     return found

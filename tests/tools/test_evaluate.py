@@ -87,7 +87,7 @@ def test_loss_of_a_token_file(trained: tuple[Path, Transformer], tmp_path: Path)
     ("arguments", "message"),
     [
         ([], "nothing to evaluate: name files with --text or --data"),
-        (["--text", "missing.txt"], "missing.txt"),
+        (["--text", "missing.txt"], "--text missing.txt: there is no such file"),
         (["--text", "EMPTY"], "there is no token to predict"),
         (["--text", "EMPTY", "--stride", "0"], "--stride=0 must be at least 1"),
         (["--text", "EMPTY", "--json", "no/folder.json"], "should be a file in a folder that is there"),
