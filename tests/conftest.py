@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,17 @@ import pytest
 
 from megalite.testing.world import World
 from tests.tiny import write_tokens
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a collection of garbage, of which many tests ask, need not go through them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Extensions that count what is left at the end would take the modules for a leak."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -19,21 +19,21 @@ MODES = ("ring", "all_gather", "ulysses", "ulysses_ring")
 # Every mode, every kind of row and every other axis; the rest of the table is in FULL.
 COVER = [
     ("llama", "odd", "cp2"),
-    ("llama", "packed", "cp4:all_gather"),
-    ("llama", "causal", "cp4:ulysses"),
     ("llama", "packed-odd", "cp4:ulysses_ring"),
     ("llama", "window-packed", "cp4:ring,from:2=all_gather+pp2"),
     ("gpt2", "packed-odd", "cp2:all_gather+recompute:full"),
     ("llama", "packed-odd", "cp2:ulysses+tp2+sp"),
     ("llama", "odd", "cp2:all_gather+pp2:zb_v"),
     ("tied-llama", "packed", "cp2+pp2+dp2+mbs1"),
-    ("moe", "packed-odd", "cp4+ep4+mbs1"),
     ("moe-bias", "odd", "cp2:ring+tp2+sp+ep2+recompute:full"),
     ("moe-capacity", "packed-odd", "cp2+etp2+tp2"),
     ("lfm2", "packed", "cp2+pp2:zb_v+recompute:full"),
     ("lfm2-moe", "packed-odd", "cp4:ring+ep2"),
 ]
 FULL = [
+    ("llama", "packed", "cp4:all_gather"),
+    ("llama", "causal", "cp4:ulysses"),
+    ("moe", "packed-odd", "cp4+ep4+mbs1"),
     ("llama", "sinks-packed", "cp2:ulysses+tp2"),
     ("moe-choice", "packed-odd", "cp4:all_gather"),
     ("llama", "window-packed", "cp8"),

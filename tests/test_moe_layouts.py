@@ -20,7 +20,7 @@ COVER = [
     ("moe", "ep2+pp2v2:interleaved"),
     ("moe-bias", "ep4+mbs1"),
     ("moe-bias", "ep2+pp2:zb_v"),
-    ("moe-bias", "ep2+pp2:dualpipe"),
+    ("moe-bias", "ep2+pp2:dualpipe+mbs1"),
     ("moe-capacity", "ep2+tp2+sp+mbs4"),
     ("moe-exact", "ep4+mbs1+recompute:full"),
     ("moe-micro-batch", "ep2+tp2+sp"),
@@ -47,7 +47,7 @@ FULL = [
     ("moe-exact", "ep2+tp2+dp2"),
     ("moe-exact", "ep2+pp2:zb_v"),
     ("moe-choice", "ep2+tp2"),
-    ("moe-sinkhorn", "ep4+mbs4"),
+    ("moe-sinkhorn", "ep4+mbs2"),
     ("moe-gpt2", "tp2+sp+ep2"),
     ("moe-gpt2", "tp4+etp4+dp2+recompute:full"),
 ]

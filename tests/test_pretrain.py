@@ -232,8 +232,8 @@ def test_tokens_that_are_not_what_their_side_file_says_end_the_run_plainly(confi
         (("--data.paths", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
         (("--model.vocab-size", "40"), "vocab"),
         (("--train.precision", "fp8"), "not built yet"),
-        (("--data.seq-len", "100000"), "max_positions"),
-        (("--parallel.zero", "4"), "parallel.zero=4"),
+        pytest.param(("--data.seq-len", "100000"), "max_positions", marks=pytest.mark.full),
+        pytest.param(("--parallel.zero", "4"), "parallel.zero=4", marks=pytest.mark.full),
     ],
 )
 def test_bad_input_is_named_without_a_traceback(

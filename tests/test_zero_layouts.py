@@ -56,7 +56,7 @@ FULL = [
     ("tied-llama", "pp2:zb_v+dp4+zero3:shard2+mbs1"),
     ("llama", "cp2+dp2+zero3:shard2"),
     ("moe-gpt2", "tp2+sp+ep2+etp2+dp4+zero3:shard2+mbs1"),
-    ("llama", "pp2:dualpipe+dp4+zero2:shard2+mbs1"),
+    ("llama", "pp2:zb_v+dp4+zero2:shard2+mbs1"),
     ("gpt2", "dp2+zero2:shard1"),
     ("moe-bias", "ep4+dp4+zero3:shard2+mbs1"),
 ]

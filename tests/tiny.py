@@ -88,7 +88,7 @@ def write_tokens(prefix: Path) -> str:
 
 def config_for(model: str, tokens: str, cache: Path, **train: object) -> Config:
     """Global batch of 16 rows of 32 tokens (sequence parallelism over 8 divides it)."""
-    settings: dict = {"global_batch_size": 16, "micro_batch_size": 2, "seed": 11, "num_steps": 2} | train
+    settings: dict = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 11, "num_steps": 2} | train
     return Config(
         model=MODELS[model],
         data=DataConfig(paths=(tokens,), seq_len=32, split="100,0,0", cache_dir=str(cache)),

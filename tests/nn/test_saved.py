@@ -103,8 +103,10 @@ def test_dropped_choices_keep_less(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("gpt2", "tp2+sp"), ("llama", "tp4"), ("qwen3", "cp2"), ("llama", "cp2:ulysses"), ("moe", "etp2+tp2"),
-        ("moe-gpt2", "tp2+sp+etp2"), ("deepseek", "tp2+sp"),
+        ("gpt2", "tp2+sp"), ("qwen3", "cp2"), ("llama", "cp2:ulysses"), ("moe-gpt2", "tp2+sp+etp2"),
+        ("deepseek", "tp2+sp"),
+        pytest.param("llama", "tp4", marks=pytest.mark.full),
+        pytest.param("moe", "etp2+tp2", marks=pytest.mark.full),
         pytest.param("deepseek", "tp2+cp2:ulysses", marks=pytest.mark.full),
     ],
 )  # fmt: skip

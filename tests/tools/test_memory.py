@@ -1,29 +1,27 @@
 """`tools/memory.py` as users start it."""
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megalite.train.memory import KINDS
+from tests.tools.conftest import Script
 
 ROOT = Path(__file__).parents[2]
 
 
-def _run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "memory.py"), *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "130", "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == code, done.stderr
-    return done
+@pytest.fixture
+def run(script: Script) -> Script:
+    """Runs the tool."""
+    return partial(script, "memory", columns=130)
 
 
-def test_all_forms(tmp_path: Path) -> None:
+def test_all_forms(tmp_path: Path, run: Script) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "bytes.png"
-    shown = _run(
+    shown = run(
         "--config", ROOT / "configs" / "llama3_8b.yaml", "--num-ranks", 16, "--parallel.zero", 3, "--capacity", 20,
         "--json", figures, "--png", picture,
     ).stdout  # fmt: skip
@@ -36,21 +34,21 @@ def test_all_forms(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_stages_of_zero_side_by_side(tmp_path: Path) -> None:
+def test_stages_of_zero_side_by_side(tmp_path: Path, run: Script) -> None:
     figures = tmp_path / "figures.json"
-    _run("--layout", "dp4+mbs1", "--compare", "zero", "--train.precision", "bf16", "--json", figures)
+    run("--layout", "dp4+mbs1", "--compare", "zero", "--train.precision", "bf16", "--json", figures)
     totals = [rank["kinds"]["optimizer"] for rank in json.loads(figures.read_text())["ranks"]]
     assert totals[0] == 4 * totals[1] and totals[1:] == totals[1:2] * 3
 
 
-def test_counted_in_a_step(tmp_path: Path, tokens: str) -> None:
+def test_counted_in_a_step(tmp_path: Path, tokens: str, run: Script) -> None:
     config = tmp_path / "tiny.yaml"
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 128, "vocab_size": 61}
     train = {"global_batch_size": 8, "num_steps": 2, "precision": "bf16"}
     data = {"paths": [tokens], "seq_len": 32, "split": "100,0,0", "cache_dir": str(tmp_path)}
     config.write_text(yaml.safe_dump({"model": sizes, "train": train, "data": data}))
     figures = tmp_path / "figures.json"
-    shown = _run("--config", config, "--layout", "dp2+zero2", "--measure", "--json", figures).stdout
+    shown = run("--config", config, "--layout", "dp2+zero2", "--measure", "--json", figures).stdout
     assert "Predicted and counted in a step" in shown and "more than" not in shown
     rows = json.loads(figures.read_text())["measured"]
     kinds = {"parameters", "gradients", "master", "optimizer", "between actions", "unit gradients"}
@@ -65,9 +63,9 @@ def test_counted_in_a_step(tmp_path: Path, tokens: str) -> None:
         (("--measure", "--device", "cuda"), "leave out --compare and --device cuda"),
     ],
 )
-def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str) -> None:
-    assert said in _run(*arguments, code=1).stderr
+def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str, run: Script) -> None:
+    assert said in run(*arguments, code=1).stderr
 
 
-def test_a_device_has_memory() -> None:
-    assert "argument --capacity: -1 must be a finite number above 0" in _run("--capacity", "-1", code=2).stderr
+def test_a_device_has_memory(run: Script) -> None:
+    assert "argument --capacity: -1 must be a finite number above 0" in run("--capacity", "-1", code=2).stderr

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from megalite.nn.config import MoEConfig
 from megalite.parallel.expert import Assignment
 from megalite.train.router_record import Recording, read_recording, recorded_files
 from megalite.train.router_replay import ReplayError, Rule, Synthetic, figures_of, parse_rule, simulate, traffic_of
+from tests.tools.conftest import Script
 from tests.train.test_router_record import record_one_rank
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +23,10 @@ SMALL = Synthetic(
 )
 
 
-def _run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "route_lab.py"), *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == code, done.stderr
-    return done
+@pytest.fixture
+def run(script: Script) -> Script:
+    """Runs the tool."""
+    return partial(script, "route_lab", columns=80)
 
 
 def _steps() -> list[Recording]:
@@ -135,9 +133,9 @@ def test_rules_have_names_and_types() -> None:
     assert parse_rule("top_k=1 expert_bias=true").name == "top_k=1 expert_bias=true"
 
 
-def test_synthetic_logits_from_the_command_line(tmp_path: Path) -> None:
+def test_synthetic_logits_from_the_command_line(tmp_path: Path, run: Script) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "loads.png"
-    shown = _run(
+    shown = run(
         "--synthetic", "--experts", 8, "--top-k", 2, "--steps", 3, "--rows", 4, "--layers", 2, "--ep", 4,
         "--json", figures, "--png", picture,
     ).stdout  # fmt: skip
@@ -149,10 +147,10 @@ def test_synthetic_logits_from_the_command_line(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_from_the_command_line(tmp_path: Path) -> None:
+def test_a_run_from_the_command_line(tmp_path: Path, run: Script) -> None:
     record_one_rank(tmp_path / "router_logits")
     figures = tmp_path / "figures.json"
-    _run(tmp_path, "--rule", "wide: top_k=4", "--ep", 2, "--json", figures)
+    run(tmp_path, "--rule", "wide: top_k=4", "--ep", 2, "--json", figures)
     recorded, wide = json.loads(figures.read_text())
     assert (recorded["rule"], wide["rule"]) == ("as recorded", "wide")
     leaving = 0
@@ -175,6 +173,6 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
         (("--synthetic", "--rows", 0), "--rows=0 must be at least 1"),
     ],
 )
-def test_what_cannot_be_done_is_told_plainly(arguments: tuple[object, ...], reason: str) -> None:
-    error = _run(*arguments, code=1).stderr
+def test_what_cannot_be_done_is_told_plainly(arguments: tuple[object, ...], reason: str, run: Script) -> None:
+    error = run(*arguments, code=1).stderr
     assert error.startswith("route_lab.py: ") and reason in error and "Traceback" not in error

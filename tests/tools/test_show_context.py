@@ -1,9 +1,8 @@
 """`tools/show_context.py` as users start it."""
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +10,20 @@ import pytest
 from PIL import Image
 
 from megalite.parallel.context_picture import COLOURS, bytes_text
+from tests.tools.conftest import Script
 
 ROOT = Path(__file__).parents[2]
 
 
-def _run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "show_context.py"), *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == code, done.stderr
-    return done
+@pytest.fixture
+def run(script: Script) -> Script:
+    """Runs the tool."""
+    return partial(script, "show_context", columns=100)
 
 
-def test_all_modes_in_all_forms(tmp_path: Path) -> None:
+def test_all_modes_in_all_forms(tmp_path: Path, run: Script) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "context.svg"
-    shown = _run("--cp", 4, "--seq-len", 256, "--cells", 8, "--svg", picture, "--json", figures).stdout
+    shown = run("--cp", 4, "--seq-len", 256, "--cells", 8, "--svg", picture, "--json", figures).stdout
     assert all(name in shown for name in ("ring, cp=4", "all_gather, cp=4", "ulysses, cp=4", "blocks of 2"))
     ring, gather, ulysses, both = json.loads(figures.read_text())
     assert [row[-1] for row in ring["rank"]] == [-1] * 7 + [0]  # the last keys are seen by the last queries alone
@@ -45,9 +43,9 @@ def test_all_modes_in_all_forms(tmp_path: Path) -> None:
     assert "ranks 2-3: 1/2 of heads each" in texts and f"{bytes_text(ring['forward_bytes'][3])} + " in str(texts)
 
 
-def test_documents_are_told_apart(tmp_path: Path) -> None:
+def test_documents_are_told_apart(tmp_path: Path, run: Script) -> None:
     figures, image = tmp_path / "figures.json", tmp_path / "context.png"
-    _run("--cp", 2, "--cp-mode", "ring", "--documents", "50,30,1,47", "--cells", 16, "--json", figures, "--png", image)
+    run("--cp", 2, "--cp-mode", "ring", "--documents", "50,30,1,47", "--cells", 16, "--json", figures, "--png", image)
     pixels = np.asarray(Image.open(image).convert("RGB")).reshape(-1, 3)
     values, counts = np.unique(pixels, axis=0, return_counts=True)
     colours = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in values[counts > 100].tolist()}
@@ -66,9 +64,9 @@ def test_documents_are_told_apart(tmp_path: Path) -> None:
         (("--documents", "9000", "--seq-len", 100), "do not fit into --seq-len=100"),
     ],
 )
-def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str) -> None:
-    assert said in _run(*arguments, code=1).stderr
+def test_errors_name_the_numbers(arguments: tuple[object, ...], said: str, run: Script) -> None:
+    assert said in run(*arguments, code=1).stderr
 
 
-def test_a_window_holds_no_negative_number_of_tokens() -> None:
-    assert "argument --window: -3 must be a whole number of at least 0" in _run("--window", "-3", code=2).stderr
+def test_a_window_holds_no_negative_number_of_tokens(run: Script) -> None:
+    assert "argument --window: -3 must be a whole number of at least 0" in run("--window", "-3", code=2).stderr

@@ -47,7 +47,15 @@ def go_on(mpu: ParallelState, config: Config, folder: str, num_steps: int) -> li
     return [(result.loss, result.grad_norm) for result in results]
 
 
-@pytest.mark.parametrize("scaling", ["linear", "ntk", "yarn", "llama3"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        pytest.param("linear", marks=pytest.mark.full),
+        pytest.param("ntk", marks=pytest.mark.full),
+        "yarn",
+        pytest.param("llama3", marks=pytest.mark.full),
+    ],
+)
 def test_training_goes_on_with_longer_rows(scaling: str, tokens: str, tmp_path: Path, world: World) -> None:
     config = short(tokens, tmp_path)
     (first,) = world.run(go_on, config, str(tmp_path / "short"), 12, ranks=1)

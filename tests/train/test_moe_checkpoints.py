@@ -57,7 +57,15 @@ def _resumed(mpu: ParallelState, config: Config, folder: str) -> tuple[list[str]
     )
 
 
-@pytest.mark.parametrize("layout", ["ep2", "ep2+dp4+mbs1", "tp2+etp2+ep2+dp2", "ep2+pp2:dualpipe"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ep2",
+        pytest.param("ep2+dp4+mbs1", marks=pytest.mark.full),
+        "tp2+etp2+ep2+dp2",
+        pytest.param("ep2+pp2:dualpipe+mbs1", marks=pytest.mark.full),
+    ],
+)
 def test_a_resumed_mixture_of_experts_goes_on_bit_for_bit(
     layout: str, tokens: str, tmp_path: Path, world: World
 ) -> None:

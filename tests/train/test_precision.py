@@ -43,7 +43,7 @@ def _losses(config: Config, steps: int = 6) -> list[float]:
     return [train_step(training, step).loss for step in range(steps)]
 
 
-@pytest.mark.parametrize("model", ["llama", "moe-gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.full), "moe-gpt2"])
 def test_narrow_runs_follow_float32_however_rows_are_grouped(model: str, tokens: str, tmp_path: Path) -> None:
     expected = _losses(_config(model, tokens, tmp_path, precision="fp32"))
     assert expected[-1] < expected[0] - 0.02
