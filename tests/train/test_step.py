@@ -158,7 +158,7 @@ def test_evaluation_changes_nothing(tokens: str, tmp_path: Path) -> None:
 def test_bf16_follows_float32(tokens: str, tmp_path: Path) -> None:
     losses = {}
     for precision in ("fp32", "bf16"):
-        config = config_for("llama", tokens, tmp_path, precision=precision, num_steps=6)
+        config = config_for("llama", tokens, tmp_path, precision=precision, num_steps=6, global_batch_size=16)
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=1e-2))
         training = _build(config)
         losses[precision] = [train_step(training, step).loss for step in range(6)]
