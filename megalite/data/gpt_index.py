@@ -117,7 +117,7 @@ def build_index(
     wide = first + len(lengths) > _INT32_MAX
     one_epoch = np.arange(first, first + len(lengths), dtype=np.int64 if wide else np.int32)
     documents = _document_order(plan, one_epoch, random)
-    samples = _sample_starts(plan, lengths[documents - first], seq_len)
+    samples = sample_starts(plan, lengths[documents - first], seq_len)
     return {"documents": documents, "samples": samples, "shuffle": _sample_order(plan, random)}
 
 
@@ -132,7 +132,7 @@ def _document_order(plan: IndexPlan, one_epoch: NDArray[Any], random: np.random.
     return np.concatenate((documents, last))
 
 
-def _sample_starts(plan: IndexPlan, lengths: NDArray[np.int32], seq_len: int) -> NDArray[Any]:
+def sample_starts(plan: IndexPlan, lengths: NDArray[np.int32], seq_len: int) -> NDArray[Any]:
     """Boundary k lies in the document that holds stream token k x seq_len + extra - 1, the last one read before it."""
     ends = np.cumsum(lengths, dtype=np.int64)
     last_read = np.arange(1, plan.num_samples + 1, dtype=np.int64) * seq_len + (plan.extra - 1)
