@@ -7,8 +7,8 @@ measurement runs in a process of its own, so that its peak memory is its own. Se
 
 The index is two shuffles of numpy, which Megatron-LM makes too, and the places where samples begin; Megatron-LM finds
 these in a loop of C++. The same loop, written in C and compiled by `cc`, runs beside ours in the same process; the
-ratio is that of the whole index to one that is made with this loop. The
-loader is measured in steps of a run whose model takes the time of the demo's: what each of them waits for its batch.
+ratio is that of the whole index to one that is made with this loop. Of the loader is measured what a step waits for
+its batch while the model keeps a core busy, as it does in the demo.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _loader_row(depth: int) -> Row:
             loader.load(batches, step)
             waits.append(time.perf_counter() - begin)
             while time.perf_counter() - begin < waits[-1] + DEMO_STEP_SECONDS / 4:
-                busy @ busy
+                np.matmul(busy, busy)
         loader.close()
     wait = statistics.median(waits[2:])
     return {"prefetch": depth, "wait_ms": 1e3 * wait, "percent_of_a_second": 100 * wait}

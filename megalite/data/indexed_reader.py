@@ -72,6 +72,11 @@ class IndexedDataset:
         return self.get(i)
 
     @property
+    def tokens(self) -> NDArray[Any]:
+        """All of them: a view of a file that is mapped, a copy of one far away."""
+        return self.read(0, self.num_tokens)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tokens."""
         return self.num_tokens * self.dtype.itemsize

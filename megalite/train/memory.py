@@ -33,7 +33,7 @@ from megalite.train.stages import stage_layers
 STATE: tuple[str, ...] = ("parameters", "gradients", "master", "optimizer")
 """What is there between steps, too."""
 STEP: tuple[str, ...] = ("batch", "activations", "loss", "deferred", "messages")
-"""What there is between two actions of the plan: the rows of the step and of those to come, and what micro-batches leave
+"""What there is between two actions of the plan: rows of the step and of those to come, and what micro-batches leave
 behind for backward, for that of the loss, for weight gradients that were put off, and on their way to other stages."""
 TRANSIENT: tuple[str, ...] = ("unit gradients", "unit parameters", "reduction", "recompute", "logits")
 """What comes and goes within an action: whole gradients and parameters of units that are divided between uses, buffers
