@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.folder import Folder, folder_at
@@ -27,6 +29,7 @@ from megalite.data.config import DataConfig
 from megalite.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megalite.data.tokenizer_export import tokenizer_files
 from megalite.train.hf import TENSORS, export_model, import_model, keep, kept_by, kept_like, run_of
+from megalite.train.hf_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapters
 from megalite.train.resume import identity
 
 GENERATION = "generation_config.json"
@@ -112,6 +115,38 @@ def export_folder(
         files[CONFIG] = _json(config)
         with progress("writing", sum(tensor.nbytes for tensor in found.tensors)) as report:
             return write_folder(out, found.tensors, files, max_shard=max_shard, progress=report)
+
+
+def export_adapter_folder(
+    address: str | Path,
+    out: str | Path,
+    *,
+    base: str | None = None,
+    progress: Progress,
+    dtype: torch.dtype | None = None,
+    like: str | Path | None = None,
+) -> Path:
+    """Writes the low-rank adapters of a checkpoint, or the latest of a run, as the new folder `out`, for peft.
+
+    base: the folder, or the name, of the model that they belong to; by default what the run began from. like: a folder
+    of Hugging Face of its family, where the run began from none. Raises CheckpointError.
+    """
+    with StoredCheckpoint(address) as source:
+        kept = kept_like(like) if like is not None else kept_by(run_of(source.address))
+        found = export_adapters(source, base=base or _began_from(run_of(source.address)), dtype=dtype, kept=kept)
+        files = {ADAPTER_CONFIG: _json(found.config)}
+        with progress("writing", sum(tensor.nbytes for tensor in found.tensors)) as report:
+            return write_folder(
+                out, found.tensors, files, max_shard=sys.maxsize, weights=ADAPTER_WEIGHTS, progress=report
+            )
+
+
+def _began_from(run: Folder) -> str:
+    """The model that a run began from, as its config names it; empty where it names none."""
+    if run.size("config.yaml") is None:
+        return ""
+    content = yaml.safe_load(run.read_text("config.yaml")) or {}
+    return str(content.get("model", {}).get("from_hf") or content.get("checkpoint", {}).get("load") or "")
 
 
 def run_tokenizer(run: Folder, told: Callable[[str], None]) -> Tokenizer | None:

@@ -59,7 +59,7 @@ from megalite.config.check import check
 from megalite.config.load import from_dict
 from megalite.config.values import dump_yaml
 from megalite.files import output_file, replace_json
-from megalite.hugging_face import export_folder, import_folder
+from megalite.hugging_face import export_adapter_folder, export_folder, import_folder
 from megalite.layout import parse_layout
 from megalite.train.held import stored_boxes
 from megalite.train.resume import identity
@@ -168,6 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     to_hf.add_argument("--like", metavar="HF_DIR", help="keep config, tokenizer and generation config of this folder")
     to_hf.add_argument("--tokenizer", metavar="NAME", help="tokenizer to write (default: that of the run's data)")
+    to_hf.add_argument("--adapters", action="store_true", help="write low-rank adapters alone, as peft has them")
+    to_hf.add_argument("--base", metavar="HF_DIR", help="with --adapters: the model that they belong to")
     return parser
 
 
@@ -451,11 +453,19 @@ def _from_hf(arguments: argparse.Namespace, console: Console) -> int:
 def _to_hf(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.max_shard < 1:
         raise ValueError(f"--max-shard {arguments.max_shard} must be at least 1")
-    path = export_folder(
-        arguments.source, arguments.out, progress=_progress, max_shard=arguments.max_shard << 20, like=arguments.like,
-        dtype=DTYPES[arguments.dtype] if arguments.dtype is not None else None, tokenizer=arguments.tokenizer,
-        told=lambda note: console.print(f"[yellow]note:[/] {escape(note)}"),
-    )  # fmt: skip
+    if arguments.base is not None and not arguments.adapters:
+        raise ValueError(f"--base {arguments.base} is for --adapters")
+    dtype = DTYPES[arguments.dtype] if arguments.dtype is not None else None
+    if arguments.adapters:
+        path = export_adapter_folder(
+            arguments.source, arguments.out, progress=_progress, base=arguments.base, like=arguments.like, dtype=dtype
+        )
+    else:
+        path = export_folder(
+            arguments.source, arguments.out, progress=_progress, max_shard=arguments.max_shard << 20,
+            like=arguments.like, dtype=dtype, tokenizer=arguments.tokenizer,
+            told=lambda note: console.print(f"[yellow]note:[/] {escape(note)}"),
+        )  # fmt: skip
     console.print(f"{escape(str(path))}: {', '.join(sorted(file.name for file in path.iterdir()))}")
     return 0
 

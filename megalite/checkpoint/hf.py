@@ -168,12 +168,14 @@ def write_folder(
     files: Mapping[str, bytes],
     *,
     max_shard: int,
+    weights: str = WEIGHTS,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Path:
     """Writes `tensors` (their keys are names) and small `files` to the new folder `out`, whole or not at all.
 
-    max_shard: bytes of a safetensors file at most, but for a tensor that is larger. Each tensor is made once, when its
-    turn comes. Raises CheckpointError when something is there already, or there is no room.
+    max_shard: bytes of a safetensors file at most, but for a tensor that is larger. weights: its name where it is one.
+    Each tensor is made once, when its turn comes. Raises CheckpointError when something is there already, or there is
+    no room.
     """
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -186,7 +188,7 @@ def write_folder(
     fresh = out.absolute().with_name(f".writing_{out.absolute().name}.{secrets.token_hex(4)}")
     fresh.mkdir()
     try:
-        _write_shards(LocalFolder(fresh), shards(tensors, max_shard), progress)
+        _write_shards(LocalFolder(fresh), shards(tensors, max_shard, weights), progress)
         for name, content in files.items():
             with LocalFolder(fresh).writer(name) as file:
                 file.write(content)
@@ -200,7 +202,7 @@ def write_folder(
     return out
 
 
-def shards(tensors: Sequence[NewTensor], max_shard: int) -> dict[str, list[NewTensor]]:
+def shards(tensors: Sequence[NewTensor], max_shard: int, weights: str = WEIGHTS) -> dict[str, list[NewTensor]]:
     """By file name, in order, each as full as it may be."""
     groups: list[list[NewTensor]] = [[]]
     size = 0
@@ -211,7 +213,7 @@ def shards(tensors: Sequence[NewTensor], max_shard: int) -> dict[str, list[NewTe
         groups[-1].append(tensor)
         size += tensor.nbytes
     if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
+        return {weights: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 

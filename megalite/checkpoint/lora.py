@@ -1,4 +1,4 @@
-"""Low-rank adapters put into the weights that they were trained beside: W + (alpha / r) B A."""
+"""Low-rank adapters of a checkpoint, and the weights with them put in: W + (alpha / r) B A."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def merged(adapters: StoredCheckpoint, base: StoredCheckpoint | None = None) -> 
     Optimizer state is left out. Raises CheckpointError when there are no adapters, or not of these weights. Memory: a
     weight in float64, twice.
     """
-    base, scale = base if base is not None else adapters, _scale(adapters)
-    pairs = _pairs(adapters)
+    base, (rank, alpha) = base if base is not None else adapters, rank_and_alpha(adapters)
+    pairs = pairs_of(adapters)
     weights = [key for key in base.select(weights_only=True) if _MARK not in key]
     if missing := sorted(set(pairs) - {name_of(key) for key in weights}):
         raise CheckpointError(
@@ -37,7 +37,7 @@ def merged(adapters: StoredCheckpoint, base: StoredCheckpoint | None = None) -> 
         if name in pairs and kind_of(key) in ("parameter", "master"):
             exact = f"master/{name}" if f"master/{name}" in base.tensors else key
             _check_shapes(adapters, name, pairs[name], entry.shape)
-            make = partial(_merge, base, exact, adapters, pairs[name], scale, dtype)
+            make = partial(_merge, base, exact, adapters, pairs[name], alpha / rank, dtype)
         found.append(NewTensor(key=key, shape=entry.shape, dtype=dtype, make=make))
     return found
 
@@ -48,15 +48,16 @@ def merged_state(adapters: StoredCheckpoint) -> dict[str, Any]:
     return {"updates": 0, "config": {name: value for name, value in config.items() if not name.startswith("lora.")}}
 
 
-def _scale(adapters: StoredCheckpoint) -> float:
+def rank_and_alpha(adapters: StoredCheckpoint) -> tuple[int, float]:
+    """The settings that all adapters share; CheckpointError when there are none."""
     config = adapters.manifest.state.get("config", {})
     rank, alpha = config.get("lora.rank"), config.get("lora.alpha")
     if not rank or alpha is None:
         raise CheckpointError(f"{adapters} is not of a run with adapters (lora.rank)")
-    return alpha / rank
+    return rank, alpha
 
 
-def _pairs(adapters: StoredCheckpoint) -> dict[str, tuple[str, str]]:
+def pairs_of(adapters: StoredCheckpoint) -> dict[str, tuple[str, str]]:
     """The keys of A and B by the name of the weight that they belong to, masters where there are any."""
     found: dict[str, tuple[str, str]] = {}
     for key in adapters.tensors:

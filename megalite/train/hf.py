@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -212,17 +213,19 @@ def export_model(source: StoredCheckpoint, *, dtype: torch.dtype | None = None, 
     """A checkpoint as a folder of Hugging Face would have it, while `source` is open.
 
     dtype: of all tensors; by default float32 masters, or parameters where there are none. kept: what to keep to.
-    Raises CheckpointError when the model is of no family, or tensors of its are missing.
+    Raises CheckpointError when the model is of no family, has adapters beside its weights, or tensors are missing.
     """
+    if any(fnmatchcase(key, NAMES) for key in source.tensors):
+        raise CheckpointError(
+            f"{source} has low-rank adapters beside its weights: write them alone with --adapters, or put them into the"
+            " weights with tools/checkpoint.py merge-lora first"
+        )
     model = stored_model(source)
     theirs = kept.config if kept is not None else {}
-    try:
+    with refusals_of(source):
         family = family_of(FAMILIES, model, theirs.get("model_type"))
         is_same = theirs.get("model_type") == family.model_type
         config = family.merge(model, theirs) if is_same else family.write(model)
-    except Refused as error:
-        lines = "\n".join(f"  - {problem}" for problem in error.problems)
-        raise CheckpointError(f"no family of Hugging Face is like the model of {source}:\n{lines}") from error
     known = kept.tensors if kept is not None and is_same else {}
     links = family.links(model, frozenset(known) if known else None)
     keys = {name: _exact(source, kind, name) for name, (kind, _) in family.shapes(model).items()}
@@ -236,6 +239,16 @@ def export_model(source: StoredCheckpoint, *, dtype: torch.dtype | None = None, 
         make = partial(assemble, links.shapes[name], found, parts, read)
         tensors.append(NewTensor(key=name, shape=links.shapes[name], dtype=found, make=make))
     return Exported(model=model, config=_with_dtype(config, tensors, known), tensors=tensors)
+
+
+@contextmanager
+def refusals_of(source: StoredCheckpoint) -> Iterator[None]:
+    """What no family can say is a CheckpointError with every reason."""
+    try:
+        yield
+    except Refused as error:
+        lines = "\n".join(f"  - {problem}" for problem in error.problems)
+        raise CheckpointError(f"no family of Hugging Face is like the model of {source}:\n{lines}") from error
 
 
 def stored_model(source: StoredCheckpoint) -> ModelConfig:
