@@ -45,11 +45,11 @@ COLUMNS = {
 
 
 def build(model: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """Our model, ready for inference."""
+    """Our model with kernels for inference, before `frozen`."""
     kernels = Kernels.resolve(KernelConfig(compile=False), device=CPU, dtype=dtype, width=model.hidden_size)
     stage = MODELS[model.name](model, ParallelState.single(), kernels=for_inference(kernels, CPU))
     initialize(stage, seed=0)
-    return frozen(_cast(stage, dtype))
+    return _cast(stage, dtype)
 
 
 def _cast(stage: Transformer, dtype: torch.dtype) -> Transformer:
@@ -86,6 +86,7 @@ def measure(model: ModelConfig, dtype: str, batch: int, *, prompt: int, new: int
     """One row of the table."""
     ours = build(model, DTYPES[dtype])
     theirs = build_theirs(model, ours, prompt + new)
+    ours = frozen(ours, batch)
     tokens = torch.randint(model.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1))
     generator = Generator(ours, ParallelState.single(), CPU, context=prompt + new)
 

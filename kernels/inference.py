@@ -40,6 +40,47 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
+_PACKED_SIZE = 1 << 18
+"""Elements that a matrix has at least, where products of a few rows gain by blocks more than each call costs."""
+
+
+class Matrix:
+    """x weight^T + bias with a matrix [outputs, inputs] that no longer changes, as it lies in memory."""
+
+    def __init__(self, weight: Tensor):
+        self.weight: Tensor | None = weight
+        """None where it is nothing that other operations could read."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[.., inputs] -> [.., outputs]."""
+        assert self.weight is not None
+        return F.linear(x, self.weight, bias)
+
+
+class PackedMatrix(Matrix):
+    """The same from the blocks that oneDNN would else make in every call, as torch.compile has it for inference.
+
+    A product of 2 to 16 rows takes a fifth to a half less time, one of a single row up to a half more.
+    """
+
+    def __init__(self, weight: Tensor, rows: int):
+        self.weight = None
+        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[.., inputs] -> [.., outputs]."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
+
+
+def matrix_for(weight: Tensor, rows: int = 1) -> Matrix:
+    """A matrix for products that mostly have `rows` rows: packed where that is faster, else laid out for one row."""
+    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+    has_blocks = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if rows > 1 and is_plain and has_blocks and weight.numel() >= _PACKED_SIZE:
+        return PackedMatrix(weight, rows)
+    return Matrix(for_few_rows(weight))
+
+
 def for_few_rows(weight: Tensor) -> Tensor:
     """The same matrix [outputs, inputs], laid out so that a linear of few rows reads it fastest.
 

@@ -127,6 +127,8 @@ def test_all_violations_come_at_once_with_legal_values() -> None:
         ({"model": {"num_layers": 0}}, 1, "model.num_layers=0 must be at least 1"),
         ({"model": {"hidden_dropout": 1.0}}, 1, "must be in [0, 1)"),
         ({"model": {"head_dim": 5}}, 1, "must be even"),
+        ({"model": {"name": "gpt2", "attention_bias": True}}, 1, "attention of gpt2 has biases; leave it out"),
+        ({"model": {**LATENT, "attention_bias": True}}, 1, "attention of deepseek has no biases; leave it out"),
         ({"model": {"kv_lora_rank": 5}}, 1, "model.kv_lora_rank=5: llama has no latent attention; leave it out"),
         ({"model": {"name": "deepseek"}}, 1, "model.v_head_dim=0 must be at least 1: deepseek has latent attention"),
         ({"model": {**LATENT, "num_kv_heads": 4}}, 1, "model.num_kv_heads=4: each of num_heads=8 makes its own keys"),

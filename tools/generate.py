@@ -123,7 +123,7 @@ def run(args: Arguments, mpu: ParallelState, device: torch.device) -> None:
     words = find_words(source, args.tokenizer)
     # Standard input and files are read by the first rank alone.
     prompts = on_first(mpu, "no prompts", lambda: read_prompts(args))
-    loaded = load_stage(source, mpu, device, args.dtype)
+    loaded = load_stage(source, mpu, device, args.dtype, rows=min(args.batch_size, len(prompts)))
     generator = Generator(loaded.stage, mpu, device, context=context_of(args, source))
     if speaks:
         print(f"{source.path} after step {loaded.step}, {loaded.stage.hidden_dtype} on {device.type}", file=sys.stderr)

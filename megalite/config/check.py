@@ -196,6 +196,11 @@ def _model_problems(model: ModelConfig) -> list[str]:
         )
     if model.mtp_layers and MODELS[model.name].scaled_embeddings:
         found.append(f"model.mtp_layers={model.mtp_layers}: {model.name} scales its embeddings; use mtp_layers=0")
+    has_own = getattr(MODELS[model.name].layer_cls.attention_cls, "output_bias", False)
+    if model.attention_bias and (has_own or model.is_latent):
+        found.append(
+            f"model.attention_bias=true: attention of {model.name} has {'' if has_own else 'no '}biases; leave it out"
+        )
     if model.parallel_residual and model.name != "gpt_neox":
         found.append(f"model.parallel_residual=true: {model.name} adds its blocks one after another; use name=gpt_neox")
     if model.vocab_size < 2 and model.label_smoothing > 0:

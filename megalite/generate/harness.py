@@ -61,7 +61,8 @@ class MegaliteLM(LM):
         self.words, self._name = find_words(source, tokenizer), source.path
         self.tokenizer = self.words.tokenizer
         self.context = context_of(arguments, source)
-        self._stage = load_stage(source, self._mpu, self._device, arguments.dtype).stage
+        loaded = load_stage(source, self._mpu, self._device, arguments.dtype, rows=self._batch_size)
+        self._stage = loaded.stage
         self._generator = Generator(self._stage, self._mpu, self._device, context=self.context)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from megalite.data.build import build_datasets
 from megalite.data.config import DataConfig
 from megalite.generate.words import Words, hugging_face_words
 from megalite.kernels.cpu import tune_malloc
-from megalite.kernels.inference import for_few_rows, for_inference
+from megalite.kernels.inference import for_inference, matrix_for
 from megalite.models import MODELS
 from megalite.models.transformer import StageSpec, Transformer
 from megalite.mpu import ParallelConfig, ParallelState
@@ -30,7 +31,7 @@ from megalite.nn.config import ModelConfig
 from megalite.nn.router import FRACTIONS
 from megalite.optim.optimizer import MASTER
 from megalite.parallel.shard import buffer_tensors, materialize, name_parameters, shard_of
-from megalite.parallel.tensor import FusedColumnParallelLinear
+from megalite.parallel.tensor import ColumnParallelLinear, FusedColumnParallelLinear, RowParallelLinear
 from megalite.train.build import kernels_of, plan_of
 from megalite.train.config import TrainConfig
 from megalite.train.hf import KEPT, import_model, load_weights, read_model
@@ -196,11 +197,13 @@ def inference_config(source: Source, parallel: ParallelConfig, precision: Precis
     return dataclasses.replace(config, model=model, parallel=parallel, kernels=kernels, train=train)
 
 
-def load_stage(source: Source, mpu: ParallelState, device: torch.device, precision: Precision = "auto") -> Loaded:
+def load_stage(
+    source: Source, mpu: ParallelState, device: torch.device, precision: Precision = "auto", *, rows: int = 1
+) -> Loaded:
     """This rank's stage with its weights; every rank calls it.
 
     mpu: of a layout from `inference_layout`. precision: of the weights in memory and of all computation; auto is that
-    of the run on a GPU, and float32 on a CPU, from the masters where there are any.
+    of the run on a GPU, and float32 on a CPU, from the masters where there are any. rows: that are generated at once.
     """
     config = inference_config(source, mpu.config, precision, device)
     if device.type == "cpu" and config.kernels.malloc_tuning:
@@ -214,11 +217,11 @@ def load_stage(source: Source, mpu: ParallelState, device: torch.device, precisi
     tensors = {"parameter": weights} | buffer_tensors(stage)
     if source.hugging_face:
         together(mpu, f"cannot load {source.path}", lambda: _load_hugging_face(source.weights, tensors))
-        return Loaded(stage=frozen(stage), step=0)
+        return Loaded(stage=frozen(stage, rows), step=0)
     manifest = store.load(
         source.weights, tensors, mpu, optional=("buffer",), instead=_SAME_VALUES, apart=("mtp.*", FRACTIONS)
     )  # fmt: skip
-    return Loaded(stage=frozen(stage), step=manifest.step)
+    return Loaded(stage=frozen(stage, rows), step=manifest.step)
 
 
 def _load_hugging_face(weights: Path | str, tensors: Tensors) -> None:
@@ -226,13 +229,16 @@ def _load_hugging_face(weights: Path | str, tensors: Tensors) -> None:
         load_weights(import_model(folder), tensors)
 
 
-def frozen(stage: Transformer) -> Transformer:
-    """The stage itself, for inference from now on: its parameters stay where they are, laid out for few rows."""
+def frozen(stage: Transformer, rows: int = 1) -> Transformer:
+    """The stage itself, for inference from now on: its matrices lie so that products of `rows` rows are fast.
+
+    Those that are packed for several rows are no longer in its parameters.
+    """
+    head = stage.head if stage.config.tie_embeddings else None  # an embedding is read by rows
+    linears = (FusedColumnParallelLinear, ColumnParallelLinear, RowParallelLinear)
     for module in stage.modules():
-        if isinstance(module, FusedColumnParallelLinear):
-            module.freeze(for_few_rows)
-    if stage.head is not None and not stage.config.tie_embeddings:  # an embedding is read by rows
-        stage.head.weight.data = for_few_rows(stage.head.weight.data)
+        if isinstance(module, linears) and module is not head:
+            module.freeze(partial(matrix_for, rows=rows))
     return stage.eval().requires_grad_(False)
 
 

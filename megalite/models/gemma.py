@@ -7,7 +7,7 @@ and scores; Gemma 3 norms queries and keys, and has another rotary base in the l
 from __future__ import annotations
 
 from megalite.models.hf.family import Family
-from megalite.models.hf.fields import NO_ATTENTION_BIAS, Cap, Only, Scale, Windows, decoder
+from megalite.models.hf.fields import ATTENTION_BIAS, Cap, Only, Scale, Windows, decoder
 from megalite.models.hf.rope import Rope, TwoRopes
 from megalite.models.layers import SandwichLayer
 from megalite.models.llama import LAYER, OUTSIDE
@@ -56,7 +56,7 @@ NAMES = LAYER | {
 }  # fmt: skip
 FIELDS = (
     Only("hidden_activation", "gelu_pytorch_tanh", "the feed-forward is GeGLU in the tanh form"),
-    Only("hidden_act", "gelu_pytorch_tanh", "hidden_activation is what counts", others=("gelu",)), NO_ATTENTION_BIAS,
+    Only("hidden_act", "gelu_pytorch_tanh", "hidden_activation is what counts", others=("gelu",)), ATTENTION_BIAS,
     Scale("query_pre_attn_scalar", default=256),
 )  # fmt: skip
 GEMMA2 = Family(

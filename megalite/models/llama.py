@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalite.models.hf.family import Family
-from megalite.models.hf.fields import NO_ATTENTION_BIAS, NO_MLP_BIAS, SILU, Same, Windows, decoder, experts
+from megalite.models.hf.fields import ATTENTION_BIAS, NO_MLP_BIAS, SILU, Same, Windows, decoder, experts
 from megalite.models.hf.rope import Rope
 from megalite.models.hf.weights import Experts, Spot, Table
 from megalite.models.transformer import Transformer
@@ -30,7 +30,7 @@ LAYER: dict[str, Spot] = {
 
 LLAMA = Family(
     model_type="llama", architecture="LlamaForCausalLM", name="llama", model_cls=Llama, outside=OUTSIDE, layer=LAYER,
-    fields=(*decoder(eps=1e-6), Rope(), SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    fields=(*decoder(eps=1e-6), Rope(), SILU, ATTENTION_BIAS, NO_MLP_BIAS),
 )  # fmt: skip
 MISTRAL = Family(
     model_type="mistral", architecture="MistralForCausalLM", name="llama", model_cls=Llama, outside=OUTSIDE,

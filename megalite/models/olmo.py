@@ -6,7 +6,7 @@ Queries and keys of a token are normed whole; OLMo 2 norms what its blocks retur
 from __future__ import annotations
 
 from megalite.models.hf.family import Family
-from megalite.models.hf.fields import NO_ATTENTION_BIAS, SILU, Only, Same, decoder, experts
+from megalite.models.hf.fields import ATTENTION_BIAS, SILU, Only, Same, decoder, experts
 from megalite.models.hf.rope import Rope
 from megalite.models.layers import PostNormLayer
 from megalite.models.llama import LAYER, OUTSIDE
@@ -41,12 +41,12 @@ class Olmoe(Transformer):
 OLMO2 = Family(
     model_type="olmo2", architecture="Olmo2ForCausalLM", name="olmo2", model_cls=Olmo2, outside=OUTSIDE,
     layer=LAYER | {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
-    fields=(*decoder(eps=1e-5), Rope(), SILU, NO_ATTENTION_BIAS),
+    fields=(*decoder(eps=1e-5), Rope(), SILU, ATTENTION_BIAS),
 )  # fmt: skip
 OLMOE = Family(
     model_type="olmoe", architecture="OlmoeForCausalLM", name="olmoe", model_cls=Olmoe, outside=OUTSIDE, layer=LAYER,
     fields=(
-        *decoder(eps=1e-5), Rope(), SILU, NO_ATTENTION_BIAS,
+        *decoder(eps=1e-5), Rope(), SILU, ATTENTION_BIAS,
         Only("clip_qkv", None, "queries, keys and values are not clipped"),
         *experts(count=("num_experts", "num_local_experts"), width=None, coeff=0.01, per_token=8),
         Same("norm_topk_prob", "router_normalize", default=False),

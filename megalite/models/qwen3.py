@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalite.models.hf.family import Family
-from megalite.models.hf.fields import NO_ATTENTION_BIAS, SILU, Content, Same, SparseLayers, Windows, decoder, experts
+from megalite.models.hf.fields import ATTENTION_BIAS, SILU, Content, Same, SparseLayers, Windows, decoder, experts
 from megalite.models.hf.rope import Rope
 from megalite.models.llama import LAYER, OUTSIDE
 from megalite.models.transformer import Transformer, TransformerLayer
@@ -31,7 +31,7 @@ QWEN3 = Family(
     model_type="qwen3", architecture="Qwen3ForCausalLM", name="qwen3", model_cls=Qwen3, outside=OUTSIDE, layer=LAYER,
     fields=(
         *decoder(eps=1e-6, kv=32, head=128), Rope(), Windows(default=4096, switch=True, local=has_window), SILU,
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
     ),
 )  # fmt: skip
 QWEN3_MOE = Family(
@@ -39,7 +39,7 @@ QWEN3_MOE = Family(
     layer=LAYER,
     fields=(
         *decoder(eps=1e-6, kv=4), Rope(), Windows(default=4096, switch=True, by_layer=False), SILU,
-        NO_ATTENTION_BIAS, SparseLayers(),
+        ATTENTION_BIAS, SparseLayers(),
         *experts(count=("num_experts", "num_local_experts"), width="moe_intermediate_size", coeff=0.001, per_token=8),
         Same("norm_topk_prob", "router_normalize", default=False),
     ),

@@ -54,7 +54,7 @@ class ParallelAttention(nn.Module):
     """
 
     bias = False
-    """Of queries, keys and values."""
+    """Of queries, keys and values; model.attention_bias adds them to an architecture without."""
     output_bias = False
 
     def __init__(self, config: ModelConfig, mpu: ParallelState, layer: int, kernels: Kernels | None = None):
@@ -79,7 +79,7 @@ class ParallelAttention(nn.Module):
             config.num_heads * config.value_size,
             config.hidden_size,
             axis=mpu.tp,
-            bias=self.output_bias,
+            bias=self.output_bias or config.attention_bias,
             sequence_parallel=self.sequence_parallel,
             skip_bias_add=True,
             init_std=output_std(config),
@@ -93,7 +93,7 @@ class ParallelAttention(nn.Module):
             config.hidden_size,
             {"q": OutputPart(config.num_heads, config.head_size), "k": kv, "v": kv},
             axis=mpu.tp,
-            bias=self.bias,
+            bias=self.bias or config.attention_bias,
             sequence_parallel=self.sequence_parallel,
             init_std=config.init_std,
         )

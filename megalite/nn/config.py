@@ -104,6 +104,8 @@ class ModelConfig(MoEConfig):
     """Factor on attention scores; 0 is 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     """Attention scores x become c tanh(x / c) with this c (Gemma 2, arXiv:2408.00118); 0 leaves them."""
+    attention_bias: bool = False
+    """Learned biases on all linears of attention (llama, qwen3, olmo2 and others that have none of their own)."""
     attention_sinks: bool = False
     """A learned logit of each head for attending to nothing (gpt-oss, arXiv:2508.10925)."""
     kv_lora_rank: int = 0

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.axis import Axis
+from megalite.kernels.inference import Matrix
 from megalite.parallel.collectives import gather_from, leave_parallel, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.random import normal_
@@ -241,19 +242,20 @@ class FusedColumnParallelLinear(ShardedModule):
         self.names = tuple(parts)
         self.lora: nn.Module | None = None
         """What is added to the output, a function of the input (megalite.parallel.lora)."""
-        self._frozen: tuple[Tensor, Tensor | None] | None = None
+        self._frozen: tuple[Matrix, Tensor | None] | None = None
 
-    def freeze(self, laid_out: Callable[[Tensor], Tensor] = lambda weight: weight) -> None:
+    def freeze(self, matrix: Callable[[Tensor], Matrix] = Matrix) -> None:
         """For inference: looks up the parts side by side now, once. They may not move in memory any more.
 
-        laid_out: gives the whole matrix a layout in memory, of which the parts become views.
+        matrix: what computes with the whole, of whose memory the parts become views; empty ones, if it has none.
         """
         parts = [self.part(name) for name in self.names]
         biases = [part.bias for part in parts if part.bias is not None]
-        whole = laid_out(_fused([part.weight for part in parts]).data)
-        for part, rows in zip(parts, whole.split(self.sizes), strict=True):
-            part.weight.data = rows
-        self._frozen = whole, _fused(biases).data if biases else None
+        made = matrix(_fused([part.weight for part in parts]).data)
+        views = made.weight.split(self.sizes) if made.weight is not None else [None] * len(parts)
+        for part, view in zip(parts, views, strict=True):
+            part.weight.data = view if view is not None else part.weight.data.new_empty(0)
+        self._frozen = made, _fused(biases).data if biases else None
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -269,8 +271,8 @@ class FusedColumnParallelLinear(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [.., in] -> [.., sum(sizes)]."""
         if self._frozen is not None:
-            weight, bias = self._frozen
-            y = nn.functional.linear(self.axis.all_gather(x) if self.enter == "gather" else x, weight, bias)
+            matrix, bias = self._frozen
+            y = matrix(self.axis.all_gather(x) if self.enter == "gather" else x, bias)
             return y if self.lora is None else y + self.lora(x)
         parts = [self.part(name) for name in self.names]
         biases = [part.bias for part in parts if part.bias is not None]
@@ -292,6 +294,7 @@ class _ParallelLinear(ShardedModule):
         self.in_features, self.out_features, self.axis = in_features, out_features, cut.axis
         self.skip_bias_add, self.init_std = skip_bias_add, init_std
         self.queue = WeightGradQueue()
+        self._frozen: Matrix | None = None
         shard = Shard("weight", (out_features, in_features), (cut,))
         self.weight = set_shard(nn.Parameter(torch.empty(shard.local_shape)), shard)
         self.bias = None
@@ -304,6 +307,17 @@ class _ParallelLinear(ShardedModule):
         normal_(self.weight, seed, self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def freeze(self, matrix: Callable[[Tensor], Matrix] = Matrix) -> None:
+        """For inference, as `FusedColumnParallelLinear.freeze`; not for a weight that others read."""
+        self._frozen = made = matrix(self.weight.data)
+        self.weight.data = made.weight if made.weight is not None else self.weight.data.new_empty(0)
+
+    def _product(self, x: Tensor, enter: str, biases: Sequence[Tensor]) -> Tensor:
+        """x weight^T, of an x that enters the axis so."""
+        if self._frozen is None:
+            return _apply_linear(x, self.axis, enter, self.queue, [self.weight], biases)
+        return self._frozen(self.axis.all_gather(x) if enter == "gather" else x, biases[0] if biases else None)
 
     def extra_repr(self) -> str:
         """Global sizes and place."""
@@ -346,7 +360,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [.., in] -> [.., out / n] (see the class)."""
         biases = [self.bias] if self.bias is not None and not self.skip_bias_add else []
-        y = _apply_linear(x, self.axis, self.enter, self.queue, [self.weight], biases)
+        y = self._product(x, self.enter, biases)
         y = y if self.lora is None else y + self.lora(x)
         if self.gather_output:
             y = gather_from(y, self.axis, -1, self.out_features)
@@ -387,7 +401,7 @@ class RowParallelLinear(_ParallelLinear):
         """x [.., in / n] -> [.., out] (see the class)."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis, -1)
-        y = _apply_linear(x, self.axis, "none", self.queue, [self.weight], [])
+        y = self._product(x, "none", [])
         y = y if self.lora is None else y + self.lora(x)
         y = leave_parallel(y, self.axis, self.sequence_parallel)
         if self.skip_bias_add:

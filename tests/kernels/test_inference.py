@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.decode_attention import decode_attention
-from megalite.kernels.inference import for_few_rows, for_inference
+from megalite.kernels.inference import PackedMatrix, for_few_rows, for_inference, matrix_for
 from megalite.kernels.rope import rope_tables
 
 TRAINS = Kernels()
@@ -71,3 +71,15 @@ def test_a_layout_for_few_rows_keeps_the_matrix() -> None:
     assert torch.equal(laid_out, wide) and laid_out.t().is_contiguous()
     for as_it_is in (narrow, wide.double(), wide.bfloat16()):
         assert for_few_rows(as_it_is) is as_it_is
+
+
+def test_a_matrix_packed_for_several_rows_gives_the_same() -> None:
+    weight, bias = some(512, 520).float(), some(512).float()
+    packed = matrix_for(weight, rows=8)
+    assert isinstance(packed, PackedMatrix) and packed.weight is None
+    for x in (some(1, 8, 520), some(1, 1, 520), some(40, 3, 520), some(8, 520, 2).mT):
+        for given in (None, bias):
+            wanted = torch.nn.functional.linear(x.float(), weight, given)
+            torch.testing.assert_close(packed(x.float(), given), wanted, rtol=1e-4, atol=1e-4)
+    for other in (matrix_for(weight), matrix_for(weight.double(), 8), matrix_for(weight[:64], 8)):
+        assert not isinstance(other, PackedMatrix) and other.weight is not None

@@ -22,7 +22,7 @@ from tests.models.family_ranks import assert_gradients, batch, one_rank, ours, r
 from tools.checkpoint import main
 
 every_family = pytest.mark.parametrize("family", FAMILY_IDS)
-ON_RANKS = ("phi3", "gemma3_text", "olmo2", "gpt_neox", "lfm2_moe", "gpt_oss", "deepseek_v3")
+ON_RANKS = ("phi3", "qwen2", "gemma3_text", "olmo2", "gpt_neox", "lfm2_moe", "gpt_oss", "deepseek_v3")
 """Families that are cut in `make test`: each has something that the others have not."""
 some_families = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in ON_RANKS else pytest.mark.full) for name in FAMILY_IDS]
@@ -163,6 +163,34 @@ def test_a_config_of_our_own_means_the_same(family: str, tmp_path: Path) -> None
         twin.set_experts_implementation("eager") if hasattr(twin, "set_experts_implementation") else None
         ids = batch().tokens.t()
         assert_equal(twin(input_ids=ids).logits, theirs(input_ids=ids).logits, "logits")
+
+
+BIASED = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma2", "gemma3_text", "olmo2", "olmoe")
+"""Whose attention has biases if attention_bias says so."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ("qwen3", "olmo2") else pytest.mark.full) for name in BIASED]
+)
+def test_attention_bias(family: str, tmp_path: Path) -> None:
+    there = reference(family, attention_bias=True)
+    model, wanted = read(there.folder / "grads")
+    assert model.attention_bias and wanted["layers.0.attention.proj.bias"].any()
+    network = one_rank(there.folder / "weights")
+    assert_equal(network.logits(batch()), there.logits, "logits")
+    network(None, batch()).backward()
+    assert_gradients(network, wanted, network.mpu)
+    before, after = contents(there.folder / "weights"), contents(exported(there.folder / "weights", tmp_path))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", BIASED)
+def test_attention_bias_on_two_ranks(family: str, world: World) -> None:
+    there = reference(family, attention_bias=True)
+    wanted = read(there.folder / "grads")[1]
+    layout = ParallelConfig(tp=2, sequence_parallel=True)
+    world.run(tensor_parallel, there.folder, there.loss, wanted, layout=layout, ranks=2, timeout=90.0)
 
 
 @pytest.mark.full

@@ -36,7 +36,7 @@ GEMMA2 = dataclasses.replace(
 GEMMA3 = dataclasses.replace(
     GEMMA2, name="gemma3", attention_softcap=0.0, logit_softcap=0.0, rope_local_theta=100.0, rope_layers="from:1"
 )
-OLMO2 = dataclasses.replace(QWEN3, name="olmo2", head_dim=6)
+OLMO2 = dataclasses.replace(QWEN3, name="olmo2", head_dim=6, attention_bias=True)
 NEOX = dataclasses.replace(
     QWEN3, name="gpt_neox", num_kv_heads=4, head_dim=6, rope_percent=0.34, parallel_residual=True, hidden_dropout=0.1
 )

@@ -38,7 +38,7 @@ SMALL["gemma2"] = replace(
     SMALL["llama"], name="gemma2", window=5, window_layers="but_every:2", attention_softcap=9.0, logit_softcap=7.0
 )
 SMALL["gemma3"] = replace(SMALL["gemma2"], name="gemma3", attention_softcap=0.0, rope_local_theta=100.0)
-SMALL["olmo2"] = replace(SMALL["llama"], name="olmo2", rope_layers="from:1")
+SMALL["olmo2"] = replace(SMALL["llama"], name="olmo2", rope_layers="from:1", attention_bias=True)
 SMALL["gpt_neox"] = replace(
     SMALL["gpt2"], name="gpt_neox", parallel_residual=True, rope_percent=0.34, attention_dropout=0.0
 )

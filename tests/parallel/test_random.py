@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -63,10 +64,15 @@ def test_large_indices_do_not_repeat() -> None:
     assert not torch.isclose(far, hashed_normal(torch.arange(4), "w", 0)).any()
 
 
-def test_the_scale_is_that_of_the_global_shape() -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_scale_is_that_of_the_global_shape(size: int) -> None:
     """A fan-dependent scale on a shard would grow with tp; ours is given and the values are the global ones."""
     whole = RowParallelLinear(64, 16, axis=ParallelState.single().tp, init_std=0.1581)
-    assert abs(whole.weight.std().item() - 0.1581) < 0.01
+    parts = [RowParallelLinear(64, 16, axis=_Place(rank, size), init_std=0.1581) for rank in range(size)]
+    for layer in (whole, *parts):
+        initialize(layer, seed=5)
+    assert all(abs(part.weight.std().item() - 0.1581) < 0.02 for part in (whole, *parts))
+    assert torch.equal(torch.cat([part.weight for part in parts], 1), whole.weight)
 
 
 def test_meta_then_materialize_equals_direct() -> None:

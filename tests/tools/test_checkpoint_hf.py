@@ -282,17 +282,24 @@ def greedy(network: Any, tokens: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.full
-def test_a_layout_exports_what_one_rank_does(tokens: str, tmp_path: Path, command: Command, world: World) -> None:
+@pytest.mark.parametrize(
+    ("tied", "where"), [(False, "tp2+sp+pp2"), (True, "tp2+sp+pp2"), (True, "pp2v2:interleaved+dp2")]
+)
+def test_a_layout_exports_what_one_rank_does(
+    tied: bool, where: str, tokens: str, tmp_path: Path, command: Command, world: World
+) -> None:
+    """Whichever stages have a copy of a tied weight, it is there once."""
     config = run_config(tokens, tmp_path, precision="fp64")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_embeddings=tied))
     train(ParallelState.single(), config, tmp_path / "one")
-    layout = parse_layout("tp2+sp+pp2")
+    layout = parse_layout(where)
     world.run(
         train, layout.apply(config), tmp_path / "four", layout=layout.parallel, ranks=4, timeout=120.0
     )  # fmt: skip
     for name in ("one", "four"):
         command("to-hf", tmp_path / name, tmp_path / f"{name}_out")
     one, four = contents(tmp_path / "one_out"), contents(tmp_path / "four_out")
-    assert one.keys() == four.keys()
+    assert one.keys() == four.keys() and ("lm_head.weight" in one) == (not tied)
     for name, tensor in one.items():
         torch.testing.assert_close(four[name], tensor, rtol=1e-10, atol=1e-12)
     assert (tmp_path / "one_out/config.json").read_text() == (tmp_path / "four_out/config.json").read_text()
@@ -329,6 +336,49 @@ def test_a_run_goes_on_from_a_folder(tokens: str, tmp_path: Path, command: Comma
     assert written == LLAMA | {"vocab_size": 61}
     source.rename(tmp_path / "elsewhere")
     assert load_config(["--config", str(tmp_path / "merged.yaml")]).model == config.model
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 10, "intermediate_size": 40, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "bos_token_id": 1,
+    "eos_token_id": [2, 7], "pad_token_id": 0, "dtype": "float32",
+}  # fmt: skip
+LONG: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2 | {"n_positions": 4096, "n_ctx": 4096, "vocab_size": 61, "eos_token_id": 9, "torch_dtype": "float32"},
+    "gemma3_text": _SIZES | {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 10,
+        "sliding_window": 1024, "sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 5e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "qwen3_moe": _SIZES | {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 18, "norm_topk_prob": True, "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024,
+        },
+    },
+}  # fmt: skip
+"""Made for rows of 4096 tokens."""
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_training_on_short_rows_leaves_the_config_as_it_was(
+    family: str, tokens: str, tmp_path: Path, command: Command
+) -> None:
+    """Two steps on rows of 32 tokens: row length, rotary settings, token ids and dtype are the source's."""
+    source = write(tmp_path / "source", LONG[family], weights(LONG[family], torch.float32))
+    config = config_for("llama", tokens, tmp_path / "cache", precision="fp32", global_batch_size=4)
+    config = dataclasses.replace(config, model=load_config(["--model.from-hf", str(source)]).model)
+    training = build_training(config, ParallelState.single(), torch.device("cpu"))
+    checkpoints = RunCheckpoints(config, training, tmp_path / "run")
+    checkpoints.load_start()
+    for step in range(2):
+        train_step(training, step)
+    checkpoints.save(2)
+    save_config(config, tmp_path / "run/config.yaml")
+    command("to-hf", tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == LONG[family]
+    before, after = contents(source), contents(tmp_path / "out")
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
 
 
 # ---- tokenizers

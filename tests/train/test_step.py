@@ -166,29 +166,48 @@ def test_bf16_follows_float32(tokens: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=0.01)
 
 
-def _tied_weights(mpu: ParallelState, config: Config) -> list[Tensor]:
-    """Embedding, or head, of this stage after each of three steps."""
+TIED_STEPS = 10
+
+
+def _tied_run(mpu: ParallelState, config: Config) -> list[tuple[list[Tensor], float]]:
+    """After each of ten steps, embedding and head as far as they are here, and the gradient norm."""
     training = _build(config, mpu)
     found = []
-    for step in range(3):
-        train_step(training, step)
-        for stage in training.stages.values():
-            holder = stage.embedding if stage.embedding is not None else stage.head
-            assert holder is not None
-            found.append(holder.weight.detach().clone())
+    for step in range(TIED_STEPS):
+        norm = train_step(training, step).grad_norm
+        ends = [end for stage in training.stages.values() for end in (stage.embedding, stage.head) if end is not None]
+        found.append(([end.weight.detach().clone() for end in ends], norm))
     return found
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2+dp2+tp2"])
+@pytest.mark.parametrize("layout", ["pp2", "pp2+dp2+tp2", "pp2+dp2+zero1"])
 def test_tied_copies_stay_bit_equal(layout: str, tokens: str, tmp_path: Path, world: World) -> None:
+    """With weight decay and clipping; the norm is one rank's, so that the weight is in it once."""
     place = parse_layout(layout)
-    config = place.apply(config_for("gpt2", tokens, tmp_path, precision="fp32", num_steps=3))
-    first = place.num_ranks // 2
-    found = world.run(_tied_weights, config, layout=place.parallel, ranks=place.num_ranks)
-    for rank in range(first):
-        for embedding, head in zip(found[rank], found[rank + first], strict=True):
-            assert torch.equal(embedding, head)
-    assert not torch.equal(found[0][0], found[0][2]), "the weight must move"
+    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "num_steps": TIED_STEPS}
+    config = config_for("gpt2", tokens, tmp_path, precision="fp64", **sizes)
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, clip_grad=0.1))
+    one_rank = _tied_run(ParallelState.single(), config)
+    found = world.run(_tied_run, place.apply(config), layout=place.parallel, ranks=place.num_ranks, timeout=90.0)
+    tp = place.parallel.tp
+    for step, (whole, norm) in enumerate(one_rank):
+        here = [rank[step] for rank in found]
+        assert all(torch.equal(weight, whole[0]) for weight in whole)
+        for rank, (weights, its_norm) in enumerate(here):
+            assert len(weights) == 1 and torch.equal(weights[0], here[rank % tp][0][0])
+            assert its_norm == pytest.approx(norm, rel=1e-11) and norm > config.optim.clip_grad
+        torch.testing.assert_close(torch.cat([weights[0] for weights, _ in here[:tp]]), whole[0], rtol=1e-9, atol=1e-11)
+    assert not torch.equal(one_rank[0][0][0], one_rank[-1][0][0]), "the weight must move"
+
+
+def test_a_tied_head_is_the_embedding(tokens: str, tmp_path: Path) -> None:
+    """On one rank there is one parameter, which the optimizer has once."""
+    training = _build(config_for("gpt2", tokens, tmp_path))
+    (stage,) = training.stages.values()
+    assert stage.embedding is not None
+    owners = [p for part in training.data_parallels.values() for p in part.parameters if p is stage.embedding.weight]
+    assert len(owners) == 1
+    assert stage.head is None or stage.head.weight is stage.embedding.weight
 
 
 def _agreement(mpu: ParallelState, config: Config, differs: str) -> str:

@@ -303,6 +303,7 @@ def decoder(
 
 
 SILU = Only("hidden_act", "silu", "the activation of a gated feed-forward is silu", others=("swish",))
+ATTENTION_BIAS = Same("attention_bias", "attention_bias", default=False)
 NO_ATTENTION_BIAS = Only("attention_bias", False, "attention has no biases in this architecture")
 NO_MLP_BIAS = Only("mlp_bias", False, "the feed-forward has no biases in this architecture")
 
