@@ -17,7 +17,6 @@ SURPLUS = 0.005
 """Extra share of samples built for each dataset, so that the greedy order never overruns one."""
 BlendPhase = tuple[int, Sequence[float]]
 """A first sample, and the weights that hold from there on."""
-_LONG = 2_000_000
 log = logging.getLogger(__name__)
 
 
@@ -156,12 +155,13 @@ def cached_order(
     """`phased_order`, kept in `cache_dir` if there is one."""
 
     def build() -> Arrays:
-        if size > _LONG:
-            log.info("blending %d samples; this takes about %.0f s, once", size, size * 1.5e-6)
         datasets, samples = phased_order(phases, size)
         return {"datasets": datasets, "samples": samples}
 
     steps = np.asarray([first for first, _ in phases], dtype=np.int64)
     key = "blend-" + key_of({"version": 2, "size": size}, steps, np.asarray([weights for _, weights in phases]))
-    arrays = cached_arrays(cache_dir, key, {"datasets": (size,), "samples": (size,)}, build)
+    arrays = cached_arrays(
+        cache_dir, key, {"datasets": (size,), "samples": (size,)}, build,
+        what=f"the order of {size} blended samples", seconds=1.5e-6 * size,
+    )  # fmt: skip
     return arrays["datasets"], arrays["samples"]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOCK_SECONDS, NOTICE_SECONDS = 3600.0, 30.0
+_LONG = 3.0
 Arrays = dict[str, NDArray[Any]]
 log = logging.getLogger(__name__)
 
@@ -38,23 +39,35 @@ def key_of(settings: Mapping[str, Any], *arrays: NDArray[Any]) -> str:
 
 
 def cached_arrays(
-    directory: Path | None, key: str, shapes: Mapping[str, tuple[int | None, ...]], build: Callable[[], Arrays]
+    directory: Path | None,
+    key: str,
+    shapes: Mapping[str, tuple[int | None, ...]],
+    build: Callable[[], Arrays],
+    *,
+    what: str,
+    seconds: float,
 ) -> Arrays:
     """The arrays of `build`, memory-mapped from `directory` when they are there with these shapes (None: any size).
 
     A process that finds nothing, or a damaged file, computes all arrays and renames each into place. Others wait for
     it, but not for ever (see `locked`), nor where there are no locks: then several compute the same bytes, and none
-    sees half of a file. Failing to write is only logged.
+    sees half of a file. Failing to write is only logged. what, seconds: for the log, when it is to take long.
     """
-    if directory is None:
+
+    def make() -> Arrays:
+        if seconds > _LONG:
+            log.info("making %s; this takes about %.0f s, once", what, seconds)
         return build()
+
+    if directory is None:
+        return make()
     paths = {name: directory / f"{key}-{name}.npy" for name in shapes}
     if (found := _loaded(paths, shapes)) is not None:
         return found
     lock = directory / f"{key}.lock"
     with locked(lock):
         try:
-            return _loaded(paths, shapes, damage=False) or _built(paths, build)
+            return _loaded(paths, shapes, damage=False) or _built(paths, make)
         finally:
             with contextlib.suppress(OSError):
                 lock.unlink()  # who waits for it, or makes another, finds the arrays

@@ -137,8 +137,10 @@ class GPTDataset(DocumentRows):
             settings = {"version": INDEX_VERSION, "seq_len": self.seq_len, "seed": seed, "first": self.first}
             key = "gpt-" + key_of(settings | vars(plan), lengths)
         arrays = cached_arrays(
-            cache_dir, key, shapes, lambda: build_index(plan, lengths, self.first, seq_len=self.seq_len, seed=seed)
-        )
+            cache_dir, key, shapes, lambda: build_index(plan, lengths, self.first, seq_len=self.seq_len, seed=seed),
+            what=f"the order of {plan.num_samples} samples of {self.source.prefix}",
+            seconds=1.5e-7 * (plan.num_epochs * len(lengths) + plan.num_samples),
+        )  # fmt: skip
         return arrays["documents"], arrays["samples"], arrays["shuffle"]
 
     def __len__(self) -> int:

@@ -77,7 +77,10 @@ class PackedDataset(DocumentRows):
             "window": window,
         }  # fmt: skip
         key = "pack-" + key_of(settings, lengths) if cache_dir is not None else ""
-        packed = cached_arrays(cache_dir, key, {"pieces": (None,), "rows": (None,)}, build)
+        packed = cached_arrays(
+            cache_dir, key, {"pieces": (None,), "rows": (None,)}, build,
+            what=f"rows of the {len(lengths)} documents of {self.source.prefix}", seconds=1e-6 * len(lengths),
+        )  # fmt: skip
         return packed["pieces"], packed["rows"], draw_order(len(packed["rows"]) - 1, num_samples, seed=seed)
 
     @property
