@@ -14,6 +14,7 @@ from megalite.data.cache import build_once, default_directory, key_of
 from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import DEMO_VOCAB_SIZE, prepare_demo
 from megalite.data.indexed import FormatError, IndexedDataset, strip_suffix
+from megalite.data.loss_mask import loss_mask_of
 from megalite.data.mixing import DatasetBuilder, Source
 from megalite.data.preprocess import TextOptions, preprocess
 from megalite.data.remote_blocks import BlockCache
@@ -146,7 +147,7 @@ def _validation_builder(
     if not config.validation:
         return training
     blend = parse_blend(config.validation, (), name="data.validation")
-    prefixes, _ = _resolve(replace(config, paths=blend.paths), cache, vocab_size)
+    prefixes, _ = _resolve(replace(config, paths=blend.paths), cache, vocab_size, "data.validation")
     data = [IndexedDataset(prefix, cache=_block_cache(config, cache)) for prefix in prefixes]
     sources = [_checked_source(d, name, tokenizer, vocab_size) for d, name in zip(data, blend.paths, strict=True)]
     return replace(training, sources=sources, phases=_in_samples(blend, None), split="0,1", reports={})
@@ -163,7 +164,9 @@ def _packing(config: DataConfig) -> dict[str, Any]:
     return settings if any(value != getattr(DataConfig(), name) for name, value in settings.items()) else {}
 
 
-def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[list[str], _Named | None]:
+def _resolve(
+    config: DataConfig, cache: Path, vocab_size: int | None, option: str = "data.paths"
+) -> tuple[list[str], _Named | None]:
     """The prefixes of all paths, and the tokenizer if the config or the way they are made decides it."""
     demo_vocab = min(vocab_size or DEMO_VOCAB_SIZE, DEMO_VOCAB_SIZE)
     if not config.paths:
@@ -173,11 +176,11 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
     for path in texts:
         if is_remote(path):
             raise ValueError(
-                f"data.paths: {path} is text far away, which is not read; make token files with"
+                f"{option}: {path} is text far away, which is not read; make token files with"
                 " tools/preprocess_data.py and give their PREFIX, which may be a URL"
             )
         if not Path(path).is_file():
-            raise FileNotFoundError(f"data.paths: {path} does not exist")
+            raise FileNotFoundError(f"{option}: {path} does not exist")
     name = config.tokenizer
     if texts and not name:
         name = prepare_demo(cache, vocab_size=demo_vocab).tokenizer
@@ -185,18 +188,18 @@ def _resolve(config: DataConfig, cache: Path, vocab_size: int | None) -> tuple[l
     prefixes = [
         str(_tokenised(Path(p), name, tokenizer.fingerprint, config.json_key, cache))
         if tokenizer is not None and p in texts
-        else _existing(p)
+        else _existing(p, option)
         for p in config.paths
     ]
     return prefixes, _Named(config.tokenizer or DEMO_NAME, tokenizer) if tokenizer is not None else None
 
 
-def _existing(path: str) -> str:
+def _existing(path: str, option: str) -> str:
     prefix = strip_suffix(path)
     if not is_remote(path) and not Path(prefix + ".idx").is_file():
         kind = "is not a text file that is understood" if Path(path).exists() else "does not exist"
         raise FileNotFoundError(
-            f"data.paths: {path} {kind}, and there is no {prefix}.idx;"
+            f"{option}: {path} {kind}, and there is no {prefix}.idx;"
             f" give a {', '.join(TEXT_SUFFIXES)} file or the PREFIX of a .bin/.idx pair"
         )
     return prefix
@@ -258,6 +261,8 @@ def _checked_source(data: IndexedDataset, name: str, tokenizer: Tokenizer | None
         raise ValueError(f"{data.prefix} has token id {largest}, but {owner} has {limit} entries")
     eod = tokenizer.eod if tokenizer is not None else record.get("eod")
     identity = {"sha256": side.get("sha256"), "dtype": data.dtype.str}
+    if (mask := loss_mask_of(data)) is not None:
+        identity["loss_mask"] = (mask.side_file() or {}).get("sha256") or key_of({}, mask.tokens)
     return Source(name=name, data=data, eod=eod, checked_vocab=limit, record=identity)
 
 

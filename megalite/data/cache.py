@@ -92,20 +92,23 @@ def _loaded(
     """The arrays on disk, or None when they are not there, or not whole (which is logged, if `damage`)."""
     try:
         arrays: Arrays = {name: np.load(path, mmap_mode="r").view(np.ndarray) for name, path in paths.items()}
-        if all(_fits(arrays[name].shape, shape) for name, shape in shapes.items()):
+        if all(_fits(arrays[name], shape) for name, shape in shapes.items()):
             return arrays
-        reason: object = "arrays of other shapes"
+        reason: object = "arrays of other shapes or types"
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy reads a damaged header as Python, which can go wrong in any way
         reason = error
     if damage:
         log.warning("a cached index is damaged (%s); building again %s", reason, ", ".join(map(str, paths.values())))
     return None
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(w in (None, n) for n, w in zip(shape, wanted, strict=True))
+def _fits(array: NDArray[Any], wanted: tuple[int | None, ...]) -> bool:
+    """Whether it is of integers, or records of such, and has the shape."""
+    shape = array.shape
+    is_same = len(shape) == len(wanted) and all(w in (None, n) for n, w in zip(shape, wanted, strict=True))
+    return is_same and array.dtype.kind in "iuV"
 
 
 def _save(path: Path, values: NDArray[Any]) -> None:
@@ -155,18 +158,18 @@ def _rename_unless_there(scratch: Path, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def locked(path: Path, *, seconds: float | None = None) -> Iterator[bool]:
     """Holds a lock file, which the kernel takes back when this process dies.
 
-    Yields False where it is not held: on file systems without locks, with `wait` False when another process holds it,
-    and (with a warning) when one has held it for an hour, since no process may wait for another for ever.
+    Yields False where it is not held: on file systems without locks, and (with a warning) when another process has held
+    it for so many seconds, by default an hour, since no process may wait for another for ever.
     """
     with contextlib.ExitStack() as stack:
         file = None
         with contextlib.suppress(OSError):  # a folder that may only be read
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(path, "ab"))
-        yield file is not None and _acquired(file, path, LOCK_SECONDS if wait else 0.0)
+        yield file is not None and _acquired(file, path, LOCK_SECONDS if seconds is None else seconds)
 
 
 def _acquired(file: IO[bytes], path: Path, seconds: float) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed_format import HEADER, FormatError, read_header, running_offsets, strip_suffix
-from megalite.data.remote_blocks import BlockCache, text_if_there, token_file
+from megalite.data.remote_blocks import BlockCache, RemoteFile, text_if_there, token_file
 
 _CHECK_CHUNK = 1 << 22
 _CHECK_LIMIT = 100_000_000
@@ -43,11 +43,14 @@ class IndexedDataset:
         self.prefix, self.cache = strip_suffix(prefix), cache or BlockCache.default()
         self.bin_path, self.idx_path = self.prefix + ".bin", self.prefix + ".idx"
         try:
-            index = token_file(self.idx_path, self.cache).whole()
+            index_file = token_file(self.idx_path, self.cache)
+            index = index_file.whole()
             self._bin = token_file(self.bin_path, self.cache)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} (the data prefix is {self.prefix!r})") from error
-        self.dtype, count, marks = read_header(self.idx_path, index)
+        # Damage is of the copy that was read, and one far away may have been copied badly.
+        read_from = index_file.copy if isinstance(index_file, RemoteFile) else self.idx_path
+        self.dtype, count, marks = read_header(read_from, index)
         begin = HEADER.size
         self.lengths: NDArray[np.int32] = index[begin : begin + 4 * count].view("<i4")
         begin += 4 * count
@@ -124,8 +127,12 @@ class IndexedDataset:
         try:
             side = json.loads(text)
             tokens = side["tokens"]
-        except (ValueError, KeyError, TypeError) as error:
+            tokenizer = side.get("tokenizer") or {}
+            counts = (tokens, side.get("largest_id"), tokenizer.get("vocab_size"), tokenizer.get("eod"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is not a side file of token data ({error!r}); remove it") from error
+        if wrong := [value for value in counts if value is not None and type(value) is not int]:
+            raise FormatError(f"{path} has {wrong[0]!r} where a whole number should be; remove it, or mend it")
         if tokens != self.num_tokens:
             raise FormatError(f"{path} describes {tokens} tokens but {self.bin_path} has {self.num_tokens}")
         return side

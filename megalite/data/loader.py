@@ -10,16 +10,12 @@ import time
 import traceback
 import weakref
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
-from megalite.data.sampler import GlobalBatches, LocalBatch
+from megalite.data.sampler import GlobalBatches, LoaderError, LocalBatch
 
 WAIT_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
-
-
-class LoaderError(RuntimeError):
-    """The thread that loads has died or does not come back."""
 
 
 class Prefetcher:
@@ -81,8 +77,8 @@ class Prefetcher:
         worker, deadline = self._worker, time.monotonic() + self.wait_seconds
         assert worker is not None, "it was asked"
         while True:
-            with contextlib.suppress(TimeoutError):
-                return batch.result(min(_LOOK_SECONDS, self.wait_seconds))
+            if wait([batch], timeout=min(_LOOK_SECONDS, self.wait_seconds)).done:
+                return batch.result()
             if not worker.is_alive() and not batch.done():
                 raise LoaderError(f"the thread that loads batches died before that of step {step}")
             if time.monotonic() >= deadline:

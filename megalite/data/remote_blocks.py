@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.cache import default_directory, key_of, locked
+from megalite.data.indexed_format import FormatError
 from megalite.files import replace_bytes
 from megalite.remote import as_os_errors, file_system, is_remote
 
@@ -23,9 +25,16 @@ BLOCK_BYTES = 4 << 20
 ATTEMPTS = 5
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt; each later pause is twice as long."""
+LIMIT_BYTES = 64_000_000_000
 _RECENT = 32
 _LOCKS = 64
+_LOCK_SECONDS = 60.0
+"""For a block that another process is fetching; to fetch it twice does no harm."""
+_ABANDONED_SECONDS = 3600.0
 _NOTICE_BYTES = 64 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_VERSION = ("ETag", "Content-MD5", "Digest", "Last-Modified")
+"""What servers say of a file's version where their clients take all files for fixed."""
 _GIVEN_UP = (FileNotFoundError, PermissionError, IsADirectoryError)  # asking again changes nothing
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -36,8 +45,8 @@ class BlockCache:
     """Where blocks are kept; every process of a machine may share it."""
 
     directory: Path
-    limit: int | None = None
-    """Bytes that blocks may take, about; those that were not used for longest go first. None: without end."""
+    limit: int | None = LIMIT_BYTES
+    """Bytes that it may take, about; what was not used for longest goes first. None: without end."""
 
     @classmethod
     def default(cls) -> BlockCache:
@@ -45,10 +54,13 @@ class BlockCache:
         return cls(default_directory() / "remote")
 
     def sweep(self) -> None:
-        """Removes the blocks that were not used for longest, to nine tenths of the limit, if there are too many."""
+        """Removes what was not used for longest, to nine tenths of the limit, if there is too much.
+
+        Processes that have mapped what goes keep it.
+        """
         if self.limit is None:
             return
-        with locked(self.directory / ".sweep", wait=False) as mine:
+        with locked(self.directory / ".sweep", seconds=0.0) as mine:
             blocks = sorted(self._blocks()) if mine else []
             total = sum(size for _, size, _ in blocks)
             if total <= self.limit:
@@ -61,8 +73,12 @@ class BlockCache:
                     total -= size
 
     def _blocks(self) -> Iterator[tuple[float, int, Path]]:
-        """(Last use, size, place) of each block."""
-        for path in self.directory.glob("*/*.block"):
+        """(Last use, size, place) of each block and copy; what a killed process has left of one goes at once."""
+        for path in (*self.directory.glob("*/.*.block.*"), *self.directory.glob("*/whole.*")):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
+        for path in (*self.directory.glob("*/*.block"), *self.directory.glob("*/whole")):
             with contextlib.suppress(OSError):
                 stat = path.stat()
                 yield stat.st_mtime, stat.st_size, path
@@ -72,27 +88,32 @@ class RemoteFile:
     """The bytes of a file at a URL: what is read is fetched in whole blocks, once for each machine.
 
     Blocks lie in a folder of the cache that is named after the URL, the size and whatever else the storage says of the
-    file's version, so that another file of the same name has others. A fetch that fails is repeated ATTEMPTS times
-    with growing pauses. Raises FileNotFoundError, ImportError and ValueError as `file_system` does, and OSError that
-    names the URL, the bytes asked for and the reason. Any thread may read.
+    file's version, so that another file of the same name has others; one that is replaced while it is open is an error
+    (FormatError). A fetch that fails is repeated ATTEMPTS times with growing pauses. Raises FileNotFoundError, what
+    `file_system` raises, and OSError that names the URL, the bytes asked for and the reason. Any thread may read.
     """
 
     def __init__(self, url: str, cache: BlockCache):
         self.url, self.cache = url, cache
         self._files, self._path = file_system(url)
-        info = self._persistently(lambda: self._files.info(self._path), "asked about")
-        if info.get("type") == "directory":
-            raise FileNotFoundError(f"{url} is a folder")
-        if info.get("size") is None:
-            raise OSError(f"{url}: the server does not say how long it is, so ranges of it cannot be read")
-        self.size = int(info["size"])
-        version = self._persistently(lambda: str(self._files.ukey(self._path)), "asked about")
-        identity = {"url": url, "size": self.size, "version": version, "block": BLOCK_BYTES}
+        self.size, self._version = persistently(url, self._look, "asked about")
+        identity = {"url": url, "size": self.size, "version": self._version, "block": BLOCK_BYTES}
         self.folder = cache.directory / key_of(identity)
         self._recent: dict[int, NDArray[np.uint8]] = {}
         self._guard = threading.Lock()
         self._unswept = 0
         cache.sweep()  # the limit may have been lowered
+
+    def _look(self) -> tuple[int, str]:
+        """(Size, version) of the file as it is now."""
+        self._files.invalidate_cache()
+        info = self._files.info(self._path)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(f"{self.url} is a folder")
+        if info.get("size") is None:
+            raise OSError(f"{self.url}: the server does not say how long it is, so ranges of it cannot be read")
+        told = [str(info[name]) for name in _VERSION if info.get(name)]
+        return int(info["size"]), " ".join([str(self._files.ukey(self._path)), *told])
 
     def read(self, begin: int, size: int) -> NDArray[np.uint8]:
         """uint8 [size], read-only: the bytes from `begin` on."""
@@ -109,7 +130,8 @@ class RemoteFile:
         if block is None:
             block = self._stored(i)
         if block is None:
-            with locked(self.cache.directory / f".fetch{i % _LOCKS}"):  # the ranks of a machine read the same rows
+            # The ranks of a machine read the same rows.
+            with locked(self.folder / f".fetch{i % _LOCKS}", seconds=_LOCK_SECONDS):
                 block = self._stored(i)
                 if block is None:
                     block = self._fetched(i)
@@ -146,43 +168,43 @@ class RemoteFile:
         if self.cache.limit is not None and self._unswept > self.cache.limit // 32:
             self._unswept = 0
             self.cache.sweep()
-        return np.frombuffer(content, dtype=np.uint8)
+        stored = self._stored(i)  # memory that all processes share, and that can be dropped
+        return stored if stored is not None else np.frombuffer(content, dtype=np.uint8)
 
     def _content(self, i: int) -> bytes:
         begin, end = self._extent(i)
 
         def fetch() -> bytes:
             content = self._files.cat_file(self._path, start=begin, end=end)
+            if self._look() != (self.size, self._version):
+                raise FormatError(f"{self.url} has been replaced since it was opened: start again")
             if len(content) != end - begin:
-                raise OSError(f"{len(content)} bytes came; has the file been replaced?")
+                raise OSError(f"{len(content)} bytes came")
             return content
 
-        return self._persistently(fetch, f"read at bytes {begin} to {end}")
+        return persistently(self.url, fetch, f"read at bytes {begin} to {end}")
 
-    def _persistently(self, call: Callable[[], Result], what: str) -> Result:
-        for attempt in range(ATTEMPTS):
-            try:
-                with as_os_errors(self._path):
-                    return call()
-            except _GIVEN_UP as error:
-                raise type(error)(f"{self.url} cannot be {what}: {error}") from error
-            except OSError as error:
-                if attempt == ATTEMPTS - 1:
-                    raise OSError(f"{self.url} could not be {what}, {ATTEMPTS} times: {error}") from error
-                log.warning("%s could not be %s (%s); trying again", self.url, what, error)
-                time.sleep(FIRST_PAUSE * 2**attempt)
-        raise AssertionError("ATTEMPTS is positive")
+    @property
+    def copy(self) -> Path:
+        """Where `whole` keeps the file."""
+        return self.folder / "whole"
 
     def whole(self) -> NDArray[np.uint8]:
-        """uint8 [size], read-only: all of it, from a copy on this machine's disk that no sweep removes."""
+        """uint8 [size], read-only: all of it, from a copy on this machine's disk, in memory where that has no room."""
         if self.size == 0:
             return np.empty(0, dtype=np.uint8)
-        copy = self.folder / "whole"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / ".whole"):
-            if not copy.is_file() or copy.stat().st_size != self.size:
-                self._copy_to(copy)
-        return np.memmap(copy, dtype=np.uint8, mode="r").view(np.ndarray)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with locked(self.folder / ".whole"):
+                if not self.copy.is_file() or self.copy.stat().st_size != self.size:
+                    self._copy_to(self.copy)
+                os.utime(self.copy)
+                return np.memmap(self.copy, dtype=np.uint8, mode="r").view(np.ndarray)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            log.warning("a copy of %s could not be kept in %s: %s", self.url, self.folder, error)
+        return np.frombuffer(b"".join(map(self._content, range(-(-self.size // BLOCK_BYTES)))), dtype=np.uint8)
 
     def _copy_to(self, copy: Path) -> None:
         scratch, shown, begun = copy.with_name(f"whole.{os.getpid()}"), 0, time.monotonic()
@@ -230,21 +252,42 @@ def token_file(path: str, cache: BlockCache) -> LocalFile | RemoteFile:
 
 
 def text_if_there(path: str) -> str | None:
-    """What a small file at a path or a URL says, or None when there is none."""
-    if not is_remote(path):
-        return Path(path).read_text() if os.path.isfile(path) else None
-    files, place = file_system(path)
-    try:
-        with as_os_errors(path):
-            return files.cat_file(place).decode()
-    except FileNotFoundError:
+    """What a small file at a path or a URL says, or None when there is none; FormatError for what is no UTF-8."""
+    if not is_there(path):
         return None
+    if is_remote(path):
+        files, place = file_system(path)
+        content = persistently(path, lambda: files.cat_file(place), "read")
+    else:
+        content = Path(path).read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not UTF-8: {error}") from error
 
 
 def is_there(path: str) -> bool:
-    """Whether there is a file at a path or a URL."""
+    """Whether there is a file at a path or a URL; a server that does not answer is an error, not an absent file."""
     if not is_remote(path):
         return os.path.isfile(path)
     files, place = file_system(path)
-    with as_os_errors(path):
-        return bool(files.isfile(place))
+    try:
+        return persistently(path, lambda: files.info(place)["type"], "asked about") == "file"
+    except FileNotFoundError:
+        return False
+
+
+def persistently(url: str, call: Callable[[], Result], what: str) -> Result:
+    """`call()`, ATTEMPTS times with growing pauses as long as it fails; OSError that names the URL and `what`."""
+    for attempt in range(ATTEMPTS):
+        try:
+            with as_os_errors(url, FormatError):
+                return call()
+        except _GIVEN_UP as error:
+            raise type(error)(f"{url} cannot be {what}: {error}") from error
+        except OSError as error:
+            if attempt == ATTEMPTS - 1:
+                raise OSError(f"{url} could not be {what}, {ATTEMPTS} times: {error}") from error
+            log.warning("%s could not be %s (%s); trying again", url, what, error)
+            time.sleep(FIRST_PAUSE * 2**attempt)
+    raise AssertionError("ATTEMPTS is positive")

@@ -20,6 +20,10 @@ FINGERPRINT_MODULUS = 1 << 48
 """Fingerprints are added modulo this, so that int64 sums over 32768 ranks and JSON readers stay exact."""
 
 
+class LoaderError(RuntimeError):
+    """A batch cannot be read, or does not come."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalBatch:
     """This data-parallel rank's part of one global batch."""
@@ -106,14 +110,20 @@ class GlobalBatches:
         return first + starts[:, None] + mine[None, :]
 
     def load(self, step: int, consumed: int | None = None) -> LocalBatch:
-        """The micro-batches of a step, with what the ranks must add up before it; IndexError beyond the data."""
+        """The micro-batches of a step, with what the ranks must add up before it.
+
+        IndexError beyond the data, LoaderError when they cannot be read, FormatError for what is no data.
+        """
         numbers = self.sample_numbers(step, consumed)
         end = int(numbers[0, 0]) - self.dp_rank * self.micro_batch_size + self.sizes.of(step)
         if end > len(self.dataset):
             raise IndexError(
                 f"step {step} needs samples up to {end}, the dataset has {len(self.dataset)}; ask for more samples"
             )
-        loaded = [self._microbatch(row, step, index) for index, row in enumerate(numbers)]
+        try:
+            loaded = [self._microbatch(row, step, index) for index, row in enumerate(numbers)]
+        except OSError as error:
+            raise LoaderError(f"the batch of step {step + 1} could not be read: {error}") from error
         return LocalBatch(
             microbatches=[batch for batch, _ in loaded],
             num_valid_tokens=sum(_count(batch.loss_mask) for batch, _ in loaded),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
-from megalite.data.loader import LoaderError
+from megalite.data.sampler import LoaderError
 from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import emulation_note, fallback_note
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
@@ -64,7 +64,7 @@ def pretrain(config: RunSections, write_config: Callable[[Path], None]) -> Outco
     with start(config.train.device) as launch:
         mpu = ParallelState.build(config.parallel)
         console = Console(quiet=not mpu.world.is_first)
-        with _told_plainly(ValueError, OSError, CheckpointError):
+        with _told_plainly(ValueError, OSError, ImportError, CheckpointError):
             folder = RunFolder.open(
                 config.train.run_dir or "runs/default",
                 mpu,

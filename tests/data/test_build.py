@@ -17,6 +17,7 @@ from megalite.data.config import DataConfig, problems
 from megalite.data.corpus import demo_documents, prepare_demo
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import FormatError, IndexedDataset, IndexedWriter
+from megalite.data.loss_mask import MASK_SUFFIX
 from megalite.data.preprocess import preprocess
 from megalite.data.tokenizer import load_tokenizer
 from tests.data.reference import prefix
@@ -406,3 +407,31 @@ def test_a_longer_order_begins_with_the_shorter_one(tmp_path: Path, pack: Any, p
     if paths == 1 and pack == "none":  # an appended epoch has every row once, in an order of its own
         first, added = tokens(short, range(size)), tokens(build(2 * size, short.orders), range(size, 2 * size))
         assert added != first and sorted(added) == sorted(first)
+
+
+def test_a_mask_is_part_of_what_data_are(cache: Path, tmp_path: Path) -> None:
+    """A resume without the mask of its conversations would learn their prompts, too."""
+    prints = []
+    for learnt in (None, 0, 1):
+        path, lengths = tmp_path / f"chat{learnt}", range(3, 40)
+        _write(path, list(lengths))
+        if learnt is not None:
+            with IndexedWriter(f"{path}{MASK_SUFFIX}", dtype="uint8") as writer:
+                for n in lengths:
+                    writer.add_document([(k + learnt) % 2 for k in range(n)])
+        prints.append(_build(cache, paths=(str(path),), vocab=100).fingerprint)
+    assert len(set(prints)) == 3
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "largest_id", "tokens"])
+def test_a_side_file_with_nonsense_in_it(field: str, cache: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "x", list(range(3, 40)), vocab_size=100)
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: "x"}))
+    with pytest.raises(FormatError, match=r"x\.json (is not a side file|has 'x' where a whole number should be)"):
+        _build(cache, paths=(str(tmp_path / "x"),), vocab=100)
+
+
+def test_an_option_is_named_by_its_name(cache: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data\.validation: nowhere\.jsonl does not exist"):
+        _build(cache, paths=(prefix("a_u16"),), validation=("1", "nowhere.jsonl"), valid=2)

@@ -18,7 +18,7 @@ TOLD: dict[str, Any] = {"what": "an index", "seconds": 9.0}
 
 
 def _arrays() -> Arrays:
-    return {"a": np.arange(1000), "b": np.arange(7.0)}
+    return {"a": np.arange(1000), "b": np.arange(7)}
 
 
 def _racer(directory: Path, rounds: int, barrier: "multiprocessing.synchronize.Barrier") -> None:  # type: ignore[name-defined]
@@ -75,11 +75,11 @@ def test_the_lock_of_a_builder_that_was_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.kill()
     process.join()
-    with locked(tmp_path / "key.lock", wait=False) as mine:
+    with locked(tmp_path / "key.lock", seconds=0.0) as mine:
         assert mine
 
 
-@pytest.mark.parametrize("damage", ["cut", "other shape", "one missing"])
+@pytest.mark.parametrize("damage", ["cut", "other shape", "other type", "header", "one missing"])
 def test_a_damaged_index_is_built_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     cached_arrays(tmp_path, "key", SHAPES, _arrays, **TOLD)
     path = tmp_path / "key-a.npy"
@@ -87,6 +87,10 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, damage: str, caplog: pyt
         path.write_bytes(path.read_bytes()[:-8])
     elif damage == "other shape":
         np.save(path, np.arange(999))
+    elif damage == "other type":
+        np.save(path, np.arange(1000).astype("S8"))
+    elif damage == "header":
+        path.write_bytes(path.read_bytes().replace(b"'shape': (", b"'shape': {("))
     else:
         path.unlink()
     assert np.array_equal(cached_arrays(tmp_path, "key", SHAPES, _arrays, **TOLD)["a"], np.arange(1000))

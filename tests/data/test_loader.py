@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import cast
 
 import pytest
 
-from megalite.data.loader import LoaderError, Prefetcher
-from megalite.data.sampler import GlobalBatches, LocalBatch
+from megalite.data.loader import Prefetcher
+from megalite.data.rows import Sample
+from megalite.data.sampler import GlobalBatches, LoaderError, LocalBatch
 
 
 class Batches:
@@ -103,3 +106,21 @@ def test_a_thread_that_hangs_is_told_with_its_place() -> None:
     with pytest.raises(LoaderError, match=r"(?s)step 0 has not come within .*a_file_system_that_does_not_answer"):
         _load(loader, Batches(a_file_system_that_does_not_answer), 0)
     release.set()
+
+
+class Gone:
+    """A file system that has lost its file, in the way that Python takes for a time-out."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Sample:
+        raise OSError(errno.ETIMEDOUT, "the server has gone")
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_cannot_be_read_is_told_with_its_step(depth: int) -> None:
+    batches, begin = GlobalBatches(dataset=Gone(), global_batch_size=4, micro_batch_size=2), time.process_time()
+    with pytest.raises(LoaderError, match=r"the batch of step 2 could not be read: .*the server has gone"):
+        Prefetcher(depth, wait_seconds=30.0).load(batches, 1)
+    assert time.process_time() - begin < 5.0

@@ -1,7 +1,9 @@
 """Token files behind fsspec: blocks, the cache on disk, storage that fails."""
 
+import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from megalite.data.build import build_datasets
 from megalite.data.config import DataConfig, problems
 from megalite.data.indexed import FormatError, IndexedDataset, IndexedWriter
 from megalite.data.loss_mask import MASK_SUFFIX
-from megalite.data.remote_blocks import BlockCache, RemoteFile
+from megalite.data.remote_blocks import BlockCache, RemoteFile, is_there, text_if_there
 from megalite.data.report import validate_file
 
 BLOCK = 64
@@ -76,11 +78,10 @@ def test_a_file_of_the_same_name_that_was_replaced(storage: Storage, tmp_path: P
     storage.files.pipe("/shelf/file", CONTENT[::-1])
     new = RemoteFile("memory://shelf/file", BlockCache(tmp_path))
     assert new.folder != old.folder and new.read(0, 10).tobytes() == CONTENT[::-1][:10]
-    storage.files.pipe("/shelf/file", CONTENT[:80])
-    with pytest.raises(
-        OSError, match=r"memory://shelf/file could not be read at bytes 64 to 128, 5 times: 16 bytes came"
-    ):
+    storage.files.pipe("/shelf/file", CONTENT)
+    with pytest.raises(FormatError, match="memory://shelf/file has been replaced since it was opened: start again"):
         new.read(100, 10)
+    assert new.read(0, 10).tobytes() == CONTENT[::-1][:10], "what is there is of one version"
 
 
 def test_storage_that_fails_for_a_while(storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,6 +99,66 @@ def test_storage_that_fails_for_a_while(storage: Storage, tmp_path: Path, caplog
     assert len(storage.reads) == before + 1, "asking again changes nothing"
 
 
+def test_what_is_asked_about_is_never_absent_because_a_server_fails(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info, failures = storage.files.info, [ConnectionError("503"), OSError("503")]
+
+    def failing(_: Any, path: str, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return info(path, **kwargs)
+
+    monkeypatch.setattr(type(storage.files), "info", failing)
+    assert is_there("memory://shelf/file") and not failures
+    failures += [ConnectionError("503")] * remote_blocks.ATTEMPTS
+    with pytest.raises(OSError, match="memory://shelf/file could not be asked about, 5 times: 503"):
+        is_there("memory://shelf/file")
+    assert not is_there("memory://shelf/none") and text_if_there("memory://shelf/none") is None
+    storage.files.pipe("/shelf/bytes", bytes([255]))
+    with pytest.raises(FormatError, match="memory://shelf/bytes is not UTF-8"):
+        text_if_there("memory://shelf/bytes")
+    storage.failures += [ConnectionError("reset")] * 2
+    storage.files.pipe("/shelf/text", b"said")
+    assert text_if_there("memory://shelf/text") == "said"
+
+
+def test_a_server_that_tells_versions_by_other_names(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over http the client's own key is that of the URL alone."""
+    monkeypatch.setattr(type(storage.files), "ukey", lambda _, path: "fixed")
+    info, tag = storage.files.info, ["one"]
+    monkeypatch.setattr(type(storage.files), "info", lambda _, path, **kwargs: info(path) | {"ETag": tag[0]})
+    old = RemoteFile("memory://shelf/file", BlockCache(tmp_path))
+    old.read(0, 1)
+    tag[0] = "two"
+    assert RemoteFile("memory://shelf/file", BlockCache(tmp_path)).folder != old.folder
+    with pytest.raises(FormatError, match="has been replaced"):
+        old.read(500, 1)
+
+
+def test_a_block_that_another_process_keeps_locked(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_blocks, "_LOCK_SECONDS", 0.1)
+    file = RemoteFile("memory://shelf/file", BlockCache(tmp_path))
+    file.folder.mkdir(parents=True)
+    with open(file.folder / ".fetch0", "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert file.read(0, 3).tobytes() == CONTENT[:3]
+
+
+def test_what_killed_processes_leave_goes(storage: Storage, tmp_path: Path) -> None:
+    file = RemoteFile("memory://shelf/file", BlockCache(tmp_path))
+    file.read(0, 1)
+    for name, age in ((".00000001.block.123", 9999), ("whole.123", 9999), (".00000002.block.124", 0)):
+        (file.folder / name).write_bytes(b"half")
+        os.utime(file.folder / name, (time.time() - age,) * 2)
+    BlockCache(tmp_path).sweep()
+    assert sorted(path.name for path in file.folder.iterdir()) == [".00000002.block.124", ".fetch0", "00000000.block"]
+
+
 def test_the_cache_keeps_to_its_limit(storage: Storage, tmp_path: Path) -> None:
     file = RemoteFile("memory://shelf/file", BlockCache(tmp_path))
     for i in range(6):
@@ -107,12 +168,14 @@ def test_the_cache_keeps_to_its_limit(storage: Storage, tmp_path: Path) -> None:
     BlockCache(tmp_path, limit=5 * BLOCK).sweep()
     left = sorted(path.name[:8] for path in file.folder.glob("*.block"))
     assert left == ["00000000", "00000003", "00000004", "00000005"]
-    assert file.whole().tobytes() == CONTENT
+    held = file.whole()
     BlockCache(tmp_path, limit=1).sweep()
+    assert not file.copy.exists() and held.tobytes() == CONTENT, "what is mapped stays"
     assert file.whole().tobytes() == CONTENT and file.read(0, len(CONTENT)).tobytes() == CONTENT
     small = RemoteFile("memory://shelf/file", BlockCache(tmp_path, limit=3 * BLOCK))
     assert b"".join(small.read(i, 4).tobytes() for i in range(0, len(CONTENT), 4)) == CONTENT
     assert sum(path.stat().st_size for path in file.folder.glob("*.block")) <= 4 * BLOCK
+    assert BlockCache.default().limit == remote_blocks.LIMIT_BYTES
 
 
 def test_a_disk_that_takes_nothing(
@@ -122,9 +185,12 @@ def test_a_disk_that_takes_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(remote_blocks, "replace_bytes", full)
+    monkeypatch.setattr(RemoteFile, "_copy_to", full)
     file = RemoteFile("memory://shelf/file", BlockCache(tmp_path))
     assert file.read(60, 10).tobytes() == CONTENT[60:70]
-    assert "could not be kept in" in caplog.text
+    assert "a block of memory://shelf/file could not be kept in" in caplog.text
+    assert file.whole().tobytes() == CONTENT
+    assert "a copy of memory://shelf/file could not be kept in" in caplog.text
 
 
 def _upload(storage: Storage, folder: Path) -> None:
