@@ -154,7 +154,7 @@ def test_what_killed_processes_leave_goes(storage: Storage, tmp_path: Path) -> N
     file.read(0, 1)
     for name, age in ((".00000001.block.123", 9999), ("whole.123", 9999), (".00000002.block.124", 0)):
         (file.folder / name).write_bytes(b"half")
-        os.utime(file.folder / name, (time.time() - age,) * 2)
+        os.utime(file.folder / name, (time.time() - age, time.time() - age))
     BlockCache(tmp_path).sweep()
     assert sorted(path.name for path in file.folder.iterdir()) == [".00000002.block.124", ".fetch0", "00000000.block"]
 
