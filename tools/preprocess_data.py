@@ -29,6 +29,7 @@ from megalite.data.preprocess import Progress as Done
 from megalite.data.preprocess import ResumeError, existing_outputs, preprocess, was_publishing
 from megalite.data.text_sources import STDIN, find_sources
 from megalite.data.tokenizer import find_chat_template, load_tokenizer
+from megalite.files import url_problem
 
 PLAIN_SECONDS = 5.0
 """How often a line is printed when the output is not a terminal."""
@@ -93,6 +94,8 @@ class Arguments:
 def usage_errors(args: Arguments) -> list[str]:
     """What makes a run pointless, found before any work."""
     found = [] if args.input else ["no input"]
+    if problem := url_problem(args.output_prefix):
+        found.append(f"--output-prefix {problem}")
     for given in args.input:
         try:
             find_sources([given])

@@ -5,6 +5,7 @@ python tools/train_tokenizer.py --input a.jsonl folder --output tokenizer.model 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from megalite.data.text_blocks import Broken, Position, blocks, cut_text, record
 from megalite.data.text_sources import TextError, find_sources
 from megalite.data.tokenizer import Tokenizer, train_sentencepiece
 from megalite.data.tokenizer_backends import train_byte_bpe
+from megalite.files import url_problem
 
 _MAX_TEXT = 8_000_000
 
@@ -77,9 +79,25 @@ def usage_errors(args: Arguments) -> list[str]:
             found.append(str(error))
     if os.path.exists(args.output) and not args.overwrite:
         found.append(f"{args.output} already exists; add --overwrite to replace it")
+    if problem := _place_problem(args.output):
+        found.append(f"--output {problem}")
     if (args.kind == "hf-bpe") != args.output.endswith(".json"):
         found.append(f"--output {args.output}: --kind hf-bpe writes .json files, the others .model")
+    if not 0 < args.max_megabytes < math.inf:
+        found.append(f"--max-megabytes {args.max_megabytes} must be a positive number")
     return found
+
+
+def _place_problem(output: str) -> str:
+    """Why `output` cannot be written, as far as can be known before; nothing when it can."""
+    if problem := url_problem(output):
+        return problem
+    folder = next(parent for parent in Path(output).absolute().parents if parent.exists())
+    if not folder.is_dir():
+        return f"{output}: {folder} is a file, not a folder; choose another place"
+    if not os.access(folder, os.W_OK):
+        return f"{output}: folder {folder} may not be written to; choose another place"
+    return f"{output} is a folder: name a file in it" if Path(output).is_dir() else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,16 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found:
         return 2
     output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = output.with_name(f"{output.name}.tmp{os.getpid()}")
     try:
-        tokenizer = train(args, scratch)
-        os.replace(scratch, output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer = train(args, output)
     except (OSError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        scratch.unlink(missing_ok=True)
     print(f"{output}: {tokenizer.vocab_size} ids, end of document {tokenizer.eod}, fingerprint {tokenizer.fingerprint}")
     return 0
 

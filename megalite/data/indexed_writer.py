@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megalite.data.indexed_format import DTYPES, HEADER, MAGIC, MAX_SEQUENCE, VERSION, running_offsets, strip_suffix
 from megalite.data.indexed_reader import IndexedDataset
-from megalite.files import lock_for_writing, replace_bytes
+from megalite.files import lock_for_writing, naming, replace_bytes, url_problem
 
 Counts = Sequence[int] | NDArray[Any]
 """Lengths, or how many."""
@@ -28,8 +29,8 @@ class IndexedWriter:
     Used as a context manager it finishes at the end of the block, or removes its temporary files when the block
     raises. Token ids are checked: 0 <= id < `vocab_size` when that is given, and always the range of `dtype`.
 
-    Raises FileExistsError when the pair exists (unless `overwrite`), ValueError for an id out of range (naming
-    document and id) and for lengths that do not add up.
+    Raises FileExistsError when the pair exists (unless `overwrite`), ValueError for a URL, for an id out of range
+    (naming document and id) and for lengths that do not add up.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class IndexedWriter:
         overwrite: bool = False,
     ):
         self.prefix = strip_suffix(prefix)
+        if problem := url_problem(self.prefix):
+            raise ValueError(problem)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next((c for c, d in DTYPES.items() if d == self.dtype), None)
         if self._code is None:
@@ -110,7 +113,8 @@ class IndexedWriter:
             if self.dtype.kind != "f":
                 self._check_ids(ids, sizes, counts)
             data = np.ascontiguousarray(ids, dtype=self.dtype).data.cast("B")
-            self._file.write(data)
+            with naming(self._scratch):
+                self._file.write(data)
             self._sha256.update(data)
         self.num_tokens += ids.size
         base = len(self._lengths)
@@ -170,12 +174,18 @@ class IndexedWriter:
             self.add_documents(tokens, lengths, np.diff(marks[first : end + 1]), modes=modes)
             first = end
 
+    def sync(self) -> None:
+        """Puts what has been added on disk, still under a temporary name."""
+        assert self._file is not None, "the writer is finished"
+        with naming(self._scratch):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
     def finish(self, **extra: Any) -> None:
         """Puts the files in place; `extra` goes into the side file."""
         assert self._file is not None, "the writer is finished"
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.sync()
             # Without its old .idx the pair is missing, never mismatched, should we die between the renames.
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             os.replace(self._scratch, self.prefix + ".bin")
@@ -208,7 +218,8 @@ class IndexedWriter:
     def abort(self) -> None:
         """Removes what has been written."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # it writes what is left to a disk that may be full
+                self._file.close()
             self._file = None
         Path(self._scratch).unlink(missing_ok=True)
 

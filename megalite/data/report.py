@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.indexed import FormatError, IndexedDataset
+from megalite.data.remote_blocks import BlockCache
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
@@ -39,9 +40,9 @@ class FileReport:
         return asdict(self)
 
 
-def inspect_file(prefix: str) -> FileReport:
+def inspect_file(prefix: str, cache: BlockCache | None = None) -> FileReport:
     """Reads the index and the side file; raises what opening raises."""
-    data = IndexedDataset(prefix)
+    data = IndexedDataset(prefix, cache=cache)
     side = data.side_file() or {}
     tokenizer = side.get("tokenizer") or {}
     lengths = document_lengths(data)
@@ -68,12 +69,12 @@ def document_lengths(data: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]
     return np.diff(ends[data.document_index])
 
 
-def validate_file(prefix: str, vocab_size: int | None = None) -> list[str]:
+def validate_file(prefix: str, vocab_size: int | None = None, cache: BlockCache | None = None) -> list[str]:
     """What has been checked of a token file, all of it read; raises FormatError with the first thing that is wrong.
 
     Files without documents, of any dtype and without a side file are fine.
     """
-    data = IndexedDataset(prefix, check_offsets=True)
+    data = IndexedDataset(prefix, check_offsets=True, cache=cache)
     checked = [
         f"format: {len(data)} sequences, {data.num_documents} documents, {data.num_tokens} {data.dtype.name} tokens"
     ]
@@ -105,9 +106,9 @@ def _compare_side_file(data: IndexedDataset, side: dict[str, Any], sha256: str, 
             raise FormatError(f"{data.prefix}.json says {name} {side[name]!r}, the files have {value!r}")
 
 
-def statistics(prefix: str) -> dict[str, Any]:
+def statistics(prefix: str, cache: BlockCache | None = None) -> dict[str, Any]:
     """Lengths of documents: mean, percentiles, and the share of tokens in the longest tenth."""
-    data = IndexedDataset(prefix)
+    data = IndexedDataset(prefix, cache=cache)
     lengths = np.sort(document_lengths(data))
     total, tenth = max(int(lengths.sum()), 1), len(lengths) - len(lengths) // 10
     found: dict[str, Any] = {"prefix": data.prefix, "documents": len(lengths), "tokens": int(lengths.sum())}

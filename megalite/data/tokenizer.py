@@ -16,6 +16,7 @@ import sentencepiece
 
 from megalite.data.fim import SENTINELS
 from megalite.data.sentencepiece_cuts import cuts_at_spaces, pieces_at_spaces
+from megalite.files import replace_bytes
 
 Ids = Sequence[int]
 """Token ids: a list or an array."""
@@ -293,5 +294,5 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         raise ValueError(f"no vocabulary of {vocab_size} ids can be made of this text: {error}") from error
-    Path(path).write_bytes(model.getvalue())
+    replace_bytes(Path(path), model.getvalue())
     return SentencePieceTokenizer(path)

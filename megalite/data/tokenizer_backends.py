@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.data.text_sources import optional_package
 from megalite.data.tokenizer import EOD_NAMES, HuggingFaceTokenizer, Ids
+from megalite.files import replace_text
 
 GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -173,5 +174,5 @@ def train_byte_bpe(
     found = backend.get_vocab_size()
     if found != vocab_size:
         raise ValueError(f"no vocabulary of {vocab_size} ids can be made of this text: it gives {found}")
-    Path(path).write_text(backend.to_str())
+    replace_text(Path(path), backend.to_str())
     return HuggingFaceTokenizer(path)

@@ -1,4 +1,5 @@
 import gc
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -228,6 +229,26 @@ def test_overwrites_only_when_told(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match="being written by another process"):
             IndexedWriter(tmp_path / "x", dtype="uint16", overwrite=True)
     assert IndexedDataset(tmp_path / "x")[0].tolist() == [4]
+
+
+def test_writes_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"s3://bucket/x: files are written to local disks only"):
+        IndexedWriter("s3://bucket/x.bin", dtype="u2")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_a_full_disk_names_the_file_and_leaves_nothing(size: int, tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*/x\.bin\.tmp'"),
+        IndexedWriter(tmp_path / "x", dtype="u2") as writer,
+    ):
+        assert writer._file is not None
+        with open("/dev/full", "ab") as full:  # a few tokens are not written before the end, nor can they be then
+            os.dup2(full.fileno(), writer._file.fileno())
+        writer.add_document(np.ones(size, dtype=np.int64))
+    assert not list(tmp_path.iterdir())
 
 
 def test_takes_over_from_a_killed_writer(tmp_path: Path) -> None:

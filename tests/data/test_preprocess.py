@@ -19,7 +19,7 @@ from megalite.data.text_blocks import Position, blocks
 from megalite.data.text_sources import find_sources
 from megalite.data.tokenizer import load_tokenizer
 from tests.data.reference import prefix
-from tools.preprocess_data import Rates
+from tools.preprocess_data import Arguments, Rates, usage_errors
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -213,6 +213,11 @@ def test_progress_names_rates_and_what_is_left(monkeypatch: pytest.MonkeyPatch) 
     line = rates.describe(Progress(totals, 20_000_000, 40_000_000, (30_000_000, 1_000_000)))
     assert line == "20.0 of 40.0 MB read, 1,234 documents, 3,000,000 tokens, 2.00 MB/s, 200,000 tokens/s, 25 s left"
     assert rates.describe(Progress(totals, 0, 0, (0, 0))).startswith("0.0 MB read")
+
+
+def test_tokens_are_not_written_to_a_url() -> None:
+    found = usage_errors(Arguments(input=(__file__,), output_prefix="s3://bucket/x", tokenizer="byte"))
+    assert "--output-prefix s3://bucket/x: files are written to local disks only; write there and copy them" in found
 
 
 def test_exit_status(tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
+from megalite.data.build import build_datasets
+from megalite.data.config import DataConfig
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, IndexedWriter
+from megalite.data.loss_mask import loss_mask_of
 from tests.data.reference import prefix
 from tools.data import main
 
@@ -24,6 +31,20 @@ def text(tmp_path: Path) -> str:
     writer.add_document([])
     writer.finish(tokenizer=BYTES)
     return str(tmp_path / "text")
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> str:
+    """Documents of two sequences, an empty one among them, and their mask."""
+    for name, dtype in (("masked", "uint16"), ("masked_loss_mask", "u1")):
+        with IndexedWriter(tmp_path / name, dtype=dtype) as writer:
+            for number in range(7):
+                values = np.arange(number * 3, number * 6)
+                writer.add_document(
+                    values % (2 if dtype == "u1" else 257), [number, number * 2] if number != 3 else [9]
+                )
+            writer.add_document([])
+    return str(tmp_path / "masked")
 
 
 def run(tmp_path: Path, *words: str) -> list[dict]:
@@ -112,3 +133,131 @@ def test_a_picture_of_lengths_and_blend(tmp_path: Path) -> None:
     assert row["counts"] == [350, 650] and Path(target).read_bytes().startswith(b"\x89PNG")
     (row,) = run(tmp_path, "plot", prefix("a_u16"), "--output", target)
     assert np.sum(row["counts"]) == 0
+
+
+def test_a_mask_is_cut_and_joined_with_its_tokens(
+    tmp_path: Path, masked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = run(tmp_path, "split", masked, "--parts", "2,1", "--output", str(tmp_path / "cut"))
+    assert [part["mask"] for part in parts] == [True, True]
+    for k in (0, 1):
+        side = IndexedDataset(tmp_path / f"cut_{k}").side_file()
+        assert side is not None and side["loss_mask"] == f"cut_{k}_loss_mask"
+    run(tmp_path, "merge", *(part["prefix"] for part in parts), "--output", str(tmp_path / "joined"))
+    for end in (".bin", ".idx", "_loss_mask.bin", "_loss_mask.idx"):
+        assert (tmp_path / f"joined{end}").read_bytes() == Path(masked + end).read_bytes()
+    rows = [GPTDataset(IndexedDataset(name), seq_len=8, seed=1) for name in (masked, str(tmp_path / "joined"))]
+    assert np.array_equal(rows[0][1].loss_mask, rows[1][1].loss_mask) and 0 < rows[1][1].loss_mask.sum() < 8
+    assert not list(tmp_path.glob("*.tmp")) and "and their mask" in capsys.readouterr().out
+
+
+def test_a_mask_of_some_files_only_is_refused(
+    tmp_path: Path, text: str, masked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["merge", text, masked, "--output", str(tmp_path / "joined")]) == 1
+    assert f"but {text} has no mask" in capsys.readouterr().err and not list(tmp_path.glob("joined*"))
+    with IndexedWriter(masked + "_loss_mask", dtype="u1", overwrite=True) as writer:
+        lengths = IndexedDataset(masked).lengths
+        writer.add_document(np.ones(lengths.sum(), dtype=np.int64), lengths.tolist())
+    assert main(["split", masked, "--parts", "2", "--output", str(tmp_path / "cut")]) == 1
+    assert "its documents have other sequences" in capsys.readouterr().err and not list(tmp_path.glob("cut*"))
+
+
+def test_what_is_there_is_refused_before_any_work_and_replaced_with_its_mask(
+    tmp_path: Path, text: str, masked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedWriter(tmp_path / "cut_1_loss_mask", dtype="u1") as writer:
+        writer.add_document([1])
+    assert main(["split", text, "--parts", "2", "--output", str(tmp_path / "cut")]) == 1
+    assert "cut_1_loss_mask.bin already exists" in capsys.readouterr().err and not list(tmp_path.glob("cut_0*"))
+    run(tmp_path, "split", text, "--parts", "2", "--output", str(tmp_path / "cut"), "--overwrite")
+    assert not list(tmp_path.glob("cut_*_loss_mask*"))
+    run(tmp_path, "merge", masked, masked, "--output", masked, "--overwrite")  # onto itself
+    data = IndexedDataset(masked)
+    mask = loss_mask_of(data)
+    assert data.num_documents == 16 and mask is not None and mask.num_documents == 16
+
+
+def test_a_full_disk_keeps_what_was_there(
+    tmp_path: Path, masked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "fsync", full)
+    target = tmp_path / "p.png"
+    for words, name in (
+        (("merge", masked, "--output", masked, "--overwrite"), f"{masked}.bin.tmp"),
+        (("plot", masked, "--output", str(target)), str(target)),
+        (("inspect", masked, "--json", str(target)), str(target)),
+    ):
+        assert main(words) == 1 and f"No space left on device: '{name}'" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("split", ["98,2,0", "50,50", "1"])
+def test_rows_are_those_of_a_run(split: str, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run(tmp_path, "merge", *[text] * 5, "--output", str(tmp_path / "five"))[0]["prefix"]
+    words = ("--seq-len", "20", "--seed", "7", "--num-samples", "40", "--count", "3", "--split", split)
+    rows = run(tmp_path, "sample", data, *words)
+    config = DataConfig(paths=(data,), seq_len=20, split=split, cache_dir=str(tmp_path / "cache"))
+    train = build_datasets(config, seed=7, num_samples=40).train
+    assert [row["tokens"] for row in rows] == [train[i].tokens.tolist() for i in range(3)]
+    assert f"data.split={split}: sequences 0 to" in capsys.readouterr().out
+
+
+def test_rows_of_the_default_split(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run(tmp_path, "merge", *[text] * 5, "--output", str(tmp_path / "five"))[0]["prefix"]
+    (row,) = run(tmp_path, "sample", data, "--num-samples", "2")
+    config = DataConfig(paths=(data,), cache_dir=str(tmp_path / "cache"))
+    assert row["tokens"] == build_datasets(config, seed=1234, num_samples=2).train[0].tokens.tolist()
+    assert main(["sample", data, "--split", "1,999"]) == 1
+    assert f"--split 1,999 leaves none of the 50 sequences of {data} to train on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("inspect", "--json", "none/x.json"), "--json: none/x.json: there is no folder none"),
+        (("inspect", "--json", "s3://bucket/x.json"), "--json: s3://bucket/x.json: files are written to local disks"),
+        (("plot", "--output", "s3://bucket/x.png"), "--output: s3://bucket/x.png: files are written to local disks"),
+        (("merge", "--output", "s3://bucket/x"), "--output: s3://bucket/x: files are written to local disks only"),
+        (("split", "--parts", "2", "--output", "s3://b/x"), "--output: s3://b/x: files are written to local disks"),
+        *(
+            (("split", "--output", "x", "--parts", parts), f"--parts: {parts} must be weights such as 98,1,1")
+            for parts in ("inf", "1e30", "2.7", "abc", "0", "1,inf", "1e308,1e308", "1,,1", "0,0", "9" * 12)
+        ),
+        (("plot", "--output", "x.png", "--num-samples", "-3"), "--num-samples: -3 must be a whole number, at least 1"),
+        (("sample", "--num-samples", "0"), "--num-samples: 0 must be a whole number, at least 1"),
+        (("sample", "--split", "a"), "--split: data.split='a' must be"),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_refused_first(
+    words: tuple[str, ...], message: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as stopped:
+        main([words[0], text, *words[1:]])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_far_away_stay_where_told(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    files = fsspec.filesystem("memory")
+    for end in (".bin", ".idx", ".json"):
+        files.pipe(f"/tools-data/text{end}", Path(text + end).read_bytes())
+    out = str(tmp_path / "x")
+    commands = (
+        ("inspect",), ("validate",), ("stats",), ("merge", "--output", out), ("sample", "--seq-len", "20"),
+        ("split", "--parts", "2", "--output", out), ("detokenize",), ("plot", "--output", out),
+    )  # fmt: skip
+    for k, words in enumerate(commands):
+        cache = tmp_path / f"cache{k}"
+        assert main([words[0], "memory://tools-data/text", *words[1:], "--cache-dir", str(cache)]) == 0
+        assert list(cache.glob("remote/*/whole"))
+    assert not (tmp_path / "home").exists()
+    files.rm("/tools-data", recursive=True)
