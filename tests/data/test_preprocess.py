@@ -19,7 +19,7 @@ from megalite.data.text_blocks import Position, blocks
 from megalite.data.text_sources import find_sources
 from megalite.data.tokenizer import load_tokenizer
 from tests.data.reference import prefix
-from tools.preprocess_data import Rates
+from tools.preprocess_data import Arguments, Rates, usage_errors
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -239,6 +239,15 @@ def test_exit_status(tmp_path: Path) -> None:
     assert _texts(IndexedDataset(f"{out}_text_document")) == ["a text"]  # the old files are untouched
     made = [f"x_text_document{end}" for end in (".bin", ".idx", ".json", ".manifest.jsonl")]
     assert sorted(p.name for p in out.parent.iterdir()) == made
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0"])
+def test_a_document_needs_a_limit(size: str, tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", ["a text"])
+    args = Arguments(
+        input=(str(path),), output_prefix=str(tmp_path / "x"), tokenizer="byte", max_document_mb=float(size)
+    )
+    assert usage_errors(args) == [f"--max-document-mb {float(size)} must be finite and more than 0"]
 
 
 def _children(parent: int) -> list[int]:
