@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,32 @@ def test_parquet(tmp_path: Path) -> None:
         preprocess([tmp_path / "cut.parquet"], tmp_path / "y", "byte")
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_a_row_of_parquet_that_is_not_utf_8_is_a_broken_row(kind: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="optional package")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="optional package")
+    view = pyarrow.array([b"good", b"b\xffd", None, "wörd".encode()]).view
+    column = view(pyarrow.string())
+    if kind != "string":
+        column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(pyarrow, kind)())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert _documents([tmp_path / "a.parquet"], tmp_path / "x", on_error="skip") == ["good", "wörd"]
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "x.rejected.jsonl").read_text().splitlines()]
+    assert [reason.removeprefix(str(tmp_path)) for reason in reasons] == [
+        "/a.parquet:2: byte 1 is not UTF-8 (invalid start byte)",
+        "/a.parquet:3: column 1 of 1 has no value",
+    ]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="optional package")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="optional package")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(TextError, match=r"a\.parquet: 2 columns are called 'text'; rename"):
+        preprocess([tmp_path / "a.parquet"], tmp_path / "x", "byte")
+
+
 def test_blocks_from_any_block_on_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.text_blocks.BLOCK_BYTES", 1 << 12)
     long = json.dumps({"text": "long " * 5000}).encode() + b"\n"
@@ -105,6 +132,37 @@ def test_a_folder_stands_for_its_files_by_path(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty holds no \.jsonl"):
         find_sources([tmp_path / "empty"])
+
+
+def test_links_in_a_folder_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "b.txt").write_text("far")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("near")
+    (folder / "linked").symlink_to(tmp_path / "far")
+    (folder / "loop").symlink_to(folder)
+    (tmp_path / "far" / "loop").symlink_to(folder)
+    (folder / ".hidden").symlink_to(tmp_path / "far")
+    assert _documents([folder], tmp_path / "x") == ["near", "far"]
+    for name in ("gone.txt", "gone"):
+        (folder / name).symlink_to(tmp_path / "nothing")
+        with pytest.raises(FileNotFoundError, match=rf"in/{name} is a link to nothing; .*/nothing"):
+            find_sources([folder])
+        (folder / name).unlink()
+    os.mkfifo(folder / "pipe.txt")
+    with pytest.raises(ValueError, match=r"in/pipe\.txt is no file; a pipe must be named itself"):
+        find_sources([folder])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("b.jsonl.gz", b""), ("b.jsonl.gz", b"\x1f"), ("e.txt.zst", b"\x28"), ("e.txt.zst", b"\x28\xb5\x2f")],
+)
+def test_a_compressed_file_that_was_cut_to_next_to_nothing(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{name} was cut: {len(data)} bytes are no \.(gz|zst) file"):
+        find_sources([tmp_path])
 
 
 def test_standard_input_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
