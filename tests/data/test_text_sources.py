@@ -1,17 +1,21 @@
+import contextlib
+import gc
 import gzip
 import io
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import TextError, TextOptions, preprocess
+from megalite.data.preprocess import Progress, ResumeError, TextError, TextOptions, preprocess
 from megalite.data.text_blocks import Position, blocks, cut_text
 from megalite.data.text_sources import find_sources
 
@@ -184,6 +188,80 @@ def test_standard_input_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [bytes(s[:-1].astype(np.uint8)).decode() for s in data] == TEXTS
     with pytest.raises(FileExistsError):
         preprocess(["-"], tmp_path / "x", "byte")
+
+
+def _begun_from_stdin(inputs: list[Any], prefix: Path, text: bytes, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """A run that reads `text` and dies after `at` bytes."""
+
+    def stop(progress: Progress) -> None:
+        if progress.totals.bytes_read > at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalite.data.text_blocks.BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(inputs, prefix, "byte", progress=stop, commit_bytes=1 << 14)
+
+
+@pytest.mark.parametrize("change", ["early", "late", "all", "shorter", "none"])
+@pytest.mark.parametrize("after", [False, True], ids=["within", "after"])
+def test_other_standard_input_does_not_go_on(
+    change: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was interrupted while standard input was read, or in the file after it."""
+    text = LINES[:200_000].rpartition(b"\n")[0] + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(text.replace(b"document", b"text"))
+    inputs = ["-", tmp_path / "a.jsonl"]
+    _begun_from_stdin(inputs, tmp_path / "x", text, monkeypatch, at=300_000 if after else 100_000)
+    early, late = text.replace(b"document 3 ", b"document X "), text.replace(b"document 100 ", b"document XYZ ")
+    other = {"early": early, "late": late, "all": text.upper(), "shorter": text[:4000], "none": b""}[change]
+    assert other != text
+    stdin = SimpleNamespace(buffer=io.BytesIO(other))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(ResumeError, match=r"standard input has changed since .*; add --overwrite to begin again"):
+        preprocess(inputs, tmp_path / "x", "byte", commit_bytes=1 << 14)
+    if change == "late":
+        stdin.buffer = io.BytesIO(other)
+        notes: list[str] = []
+        preprocess(inputs, tmp_path / "x", "byte", commit_bytes=1 << 14, overwrite=True, report=notes.append)
+        assert "beginning again" in notes[0]
+        (tmp_path / "b.jsonl").write_bytes(other)
+        preprocess([tmp_path / "b.jsonl", inputs[1]], tmp_path / "y", "byte")
+        assert (tmp_path / "x.bin").read_bytes() == (tmp_path / "y.bin").read_bytes()
+
+
+@pytest.mark.parametrize("word", ["word", "WORD"])
+def test_a_named_pipe_is_compared_and_goes_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.data.text_blocks.BLOCK_BYTES", 1 << 12)
+    pipe = tmp_path / "a.txt"
+    os.mkfifo(pipe)
+    text = "".join(f"{i} word\f" for i in range(4000))
+
+    def write(text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.write_text(text)
+
+    def stop(progress: Progress) -> None:
+        if progress.totals.bytes_read > 20_000:
+            raise KeyboardInterrupt
+
+    def run(text: str, **more: Any) -> None:
+        writer = threading.Thread(target=write, args=(text,))
+        writer.start()
+        try:
+            preprocess([pipe], tmp_path / "x", "byte", commit_bytes=1 << 13, **more)
+        finally:
+            gc.collect()  # closes what an error kept open
+            writer.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(text, progress=stop)
+    if word == "WORD":
+        with pytest.raises(ResumeError, match=r"a\.txt has changed since"):
+            run(text.replace("word", word, 1))
+        return
+    run(text)
+    assert [bytes(s[:-1].astype(np.uint8)).decode() for s in IndexedDataset(tmp_path / "x")] == text.split("\f")[:-1]
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
