@@ -86,13 +86,13 @@ Pairs = list[tuple[float, str]]
 
 def _read(path: str, name: str) -> Any:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = Path(path).read_bytes()
     except OSError as error:
         raise FileNotFoundError(f"{name}: {path} cannot be read: {error.strerror}") from error
     try:
         if path.endswith(".json"):
-            return json.loads(text, object_pairs_hook=_unrepeated)
-        return yaml.load(text, _UnrepeatedKeys)
+            return json.loads(data.decode(), object_pairs_hook=_unrepeated)
+        return yaml.load(data.decode(), _UnrepeatedKeys)
     except RepeatedKeyError as error:
         raise ValueError(f"{path}: {error}") from None
     except (ValueError, yaml.YAMLError) as error:

@@ -298,6 +298,9 @@ def test_blends_that_mean_nothing(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=message):
             parse_blend(str(tmp_path / name), ())
+    (tmp_path / "b.yaml").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"b\.yaml is not YAML: 'utf-8'"):
+        parse_blend(str(tmp_path / "b.yaml"), ())
     (tmp_path / "b.yaml").write_text(
         "phases:\n- blend: &first {a: 1, b: 2}\n- {from_step: 9, blend: {<<: *first, b: 3}}"
     )
