@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import signal
 import sys
 import time
@@ -103,8 +104,8 @@ def usage_errors(args: Arguments) -> list[str]:
             found.append(str(error))
     if args.workers < 1:
         found.append(f"--workers {args.workers} must be at least 1")
-    if not args.max_document_mb > 0:
-        found.append(f"--max-document-mb {args.max_document_mb} must be positive")
+    if not (math.isfinite(args.max_document_mb) and args.max_document_mb > 0):
+        found.append(f"--max-document-mb {args.max_document_mb} must be finite and more than 0")
     if len(set(args.json_keys)) < len(args.json_keys) or not args.json_keys:
         found.append(f"--json-keys {' '.join(args.json_keys)} must name each key once")
     if args.fim_rate and args.chat_template:

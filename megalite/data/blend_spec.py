@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,29 +86,56 @@ Pairs = list[tuple[float, str]]
 
 def _read(path: str, name: str) -> Any:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = Path(path).read_bytes()
     except OSError as error:
         raise FileNotFoundError(f"{name}: {path} cannot be read: {error.strerror}") from error
     try:
-        return json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        if path.endswith(".json"):
+            return json.loads(data.decode(), object_pairs_hook=_unrepeated)
+        return yaml.load(data.decode(), _UnrepeatedKeys)
+    except RepeatedKeyError as error:
+        raise ValueError(f"{path}: {error}") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not {'JSON' if path.endswith('.json') else 'YAML'}: {error}") from error
+
+
+class RepeatedKeyError(ValueError):
+    """A mapping has a key twice; all but the last would be lost."""
+
+
+def _unrepeated(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise RepeatedKeyError(f"{key!r} stands twice in a mapping; a path may in a list of [weight, path]")
+    return dict(pairs)
+
+
+class _UnrepeatedKeys(yaml.SafeLoader):
+    """Refuses keys that stand twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        _unrepeated([(self.construct_object(key, deep=True), None) for key in own])
+        return super().construct_mapping(node, deep)
 
 
 def _phases_of(content: Any, name: str) -> list[tuple[int, Pairs]]:
     """(First step, its weights and paths) of each phase."""
     if isinstance(content, Mapping) and "phases" in content:
-        return [_phase(entry, place, name) for place, entry in enumerate(content["phases"] or [])]
+        if set(content) != {"phases"} or not isinstance(content["phases"], list):
+            raise ValueError(f"{name} holds {content!r}; phases is a list of from_step and blend, with nothing beside")
+        return [_phase(entry, place, name) for place, entry in enumerate(content["phases"])]
     if isinstance(content, Mapping):
-        return [(0, [(_weight(weight, name), str(path)) for path, weight in content.items()])]
-    words = shlex.split(content) if isinstance(content, str) else content
+        return [(0, [(_weight(weight, name), _path(path, name)) for path, weight in content.items()])]
+    words = _split(content, name) if isinstance(content, str) else content
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f'{name} holds {content!r}, not "WEIGHT PATH WEIGHT PATH ..."')
     named = [word for word in words if isinstance(word, Mapping)]
     if len(named) == len(words):
-        return [(0, [(_weight(word.get("weight"), name), str(word.get("path"))) for word in named])]
+        return [(0, [_pair(word, name) for word in named])]
     if all(isinstance(word, Sequence) and not isinstance(word, str) and len(word) == 2 for word in words):
-        return [(0, [(_weight(weight, name), str(path)) for weight, path in words])]
+        return [(0, [(_weight(weight, name), _path(path, name)) for weight, path in words])]
     return _from_words(words, name)
 
 
@@ -136,6 +163,25 @@ def _from_words(words: Sequence[Any], name: str) -> list[tuple[int, Pairs]]:
             raise ValueError(f"{name}: after weight {word} comes {follows}; write WEIGHT PATH WEIGHT PATH ...")
         phases[-1][1].append((weight, rest.pop(0)))
     return phases
+
+
+def _split(text: str, name: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}: {error}; put a path with spaces or quotes in quotes") from error
+
+
+def _pair(entry: Mapping[Any, Any], name: str) -> tuple[float, str]:
+    if set(entry) != {"weight", "path"}:
+        raise ValueError(f"{name}: {dict(entry)!r} is not weight and path")
+    return _weight(entry["weight"], name), _path(entry["path"], name)
+
+
+def _path(word: Any, name: str) -> str:
+    if not isinstance(word, str) or not word:
+        raise ValueError(f"{name}: {word!r} is no path; write it as a text, in quotes if need be")
+    return word
 
 
 def _weight(word: Any, name: str) -> float:

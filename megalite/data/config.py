@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
@@ -72,6 +73,8 @@ def problems(config: DataConfig) -> list[str]:
         found.append(f"data.prefetch={config.prefetch} must be at least 0")
     if config.remote_cache_gb < 0:
         found.append(f"data.remote_cache_gb={config.remote_cache_gb} must be at least 0")
+    elif not math.isfinite(config.remote_cache_gb):
+        found.append(f"data.remote_cache_gb={config.remote_cache_gb} must be finite; 0 is without end")
     found += _blend_problems(config)
     try:
         split_ranges(config.split, 1)

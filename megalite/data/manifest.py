@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -105,6 +106,16 @@ class Manifest:
         """Where to go on."""
         return self.commits[-1] if self.commits else Commit()
 
+    def ranges(self) -> list[list[dict[str, Any]]]:
+        """All that was read, source by source in order; those without text have none."""
+        found: list[list[dict[str, Any]]] = []
+        for line in self._whole_lines()[1:]:
+            for entry in json.loads(line)["ranges"]:
+                if entry["begin"] == 0:
+                    found.append([])
+                found[-1].append(entry)
+        return found
+
     def add(self, commit: Commit) -> None:
         """Appends a commit; it is on disk on return."""
         self._append(vars(commit))
@@ -169,6 +180,19 @@ class RangeHash:
         self._close()
         ranges, self._ranges = self._ranges, []
         return ranges
+
+
+def holds(text: Iterator[Block], ranges: Sequence[dict[str, Any]]) -> bool:
+    """Whether a source begins with `ranges`; the blocks of `text` after them are left to be read."""
+    for expected in ranges:
+        found = RangeHash()
+        for block in text:
+            found.add(expected["source"], block)
+            if block.end.offset >= expected["end"]:
+                break
+        if found.take() != [expected]:
+            return False
+    return True
 
 
 def _open_locked(path: Path) -> FileIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from megalite.data.encoder import Encoded, Rejected, TextOptions, Totals
 from megalite.data.indexed import strip_suffix, token_dtype
 from megalite.data.loss_mask import MASK_SUFFIX
-from megalite.data.manifest import SUFFIX, Commit, Manifest, RangeHash, ResumeError
+from megalite.data.manifest import SUFFIX, Commit, Manifest, RangeHash, ResumeError, holds
 from megalite.data.text_blocks import PIECE_BYTES, Block, Position, blocks
 from megalite.data.text_sources import STDIN, Source, TextError, find_sources, same_place, total_size
 from megalite.data.token_spool import Committed, TokenSpool, discard, publish
@@ -28,6 +29,8 @@ __all__ = ["PIECE_BYTES", "ResumeError", "TextError", "TextOptions", "Totals", "
 REJECTED_SUFFIX = ".rejected.jsonl"
 COMMIT_BYTES = 8 << 20
 """Text between two commits: what an interruption costs at most, in each worker's time."""
+_LONG_BYTES = 1 << 30
+"""Text whose comparison, when a run goes on, takes seconds."""
 
 
 class Progress(NamedTuple):
@@ -132,8 +135,8 @@ class _Run:
             raise FileExistsError(f"{existing[0]} already exists; choose another prefix or overwrite it")
         manifest = Manifest(self._main, self._settings(), restart=overwrite)
         try:
-            self._check_resumable(manifest, overwrite)
-            totals = self._prepare(manifest, workers)
+            begun = self._check_resumable(manifest, overwrite)
+            totals = self._prepare(manifest, begun, workers)
         except BaseException as error:
             if isinstance(error, NoDocumentsError) or not manifest.commits:
                 for prefix in prefixes:
@@ -158,8 +161,11 @@ class _Run:
             "commit_bytes": self.commit_bytes,
         }
 
-    def _prepare(self, manifest: Manifest, workers: int) -> Totals:
-        """Reads on from the last commit to the end, and completes the files without naming them yet."""
+    def _prepare(self, manifest: Manifest, begun: Iterator[Block], workers: int) -> Totals:
+        """Reads on from the last commit to the end, and completes the files without naming them yet.
+
+        `begun` is the rest of the source in which the commit lies.
+        """
         last = manifest.last
         totals = Totals(**last.counts)
         if last.done:
@@ -174,7 +180,7 @@ class _Run:
             rejected = stack.enter_context(_RejectedFile(self._main, last.rejected_bytes))
             if manifest.commits:
                 self.report(f"going on after {totals.bytes_read / 1e6:.1f} MB, where an earlier run was interrupted")
-            reader = _Reader(self, last)
+            reader = _Reader(self, last.source, begun)
             writer = _Writer(self, manifest, spools, rejected, totals)
             name, options = self.tokenizer_name, self.options
             encoded = stack.enter_context(encoding(reader.blocks(), self.tokenizer, name, options, workers))
@@ -185,29 +191,57 @@ class _Run:
             self._complete(writer, reader.ranges.take())
         return totals
 
-    def _check_resumable(self, manifest: Manifest, overwrite: bool) -> None:
-        """ResumeError when what an earlier run read or wrote is no longer there; with `overwrite` it is forgotten."""
+    def _check_resumable(self, manifest: Manifest, overwrite: bool) -> Iterator[Block]:
+        """The rest of the source in which the last commit lies.
+
+        ResumeError when what an earlier run read or wrote is no longer there; with `overwrite` it is forgotten. (What
+        was compared with a stream could not be read again: with `overwrite` a run that read one begins again at once.)
+        """
         last = manifest.last
-        if last.done or not manifest.commits:
-            return
-        found = self._changed_source(last) or self._lost_file(last)
+        if not manifest.commits:
+            return self.blocks(0)
+        if overwrite and any(source.is_stream for source in self.sources[: last.source + 1]):
+            self.report(
+                "beginning again: under overwrite, standard input and pipes are not compared with what was read"
+            )
+            manifest.restart(self._settings())
+            return self.blocks(0)
+        if last.counts["bytes_read"] >= _LONG_BYTES:
+            self.report(f"comparing {last.counts['bytes_read'] / 1e9:.1f} GB with what an earlier run read")
+        found, begun = self._compared(manifest)
+        found = found or ("" if last.done else self._lost_file(last))
         if found and not overwrite:
             raise ResumeError(f"{found} since an earlier run was interrupted; add --overwrite to begin again")
         if found:
             manifest.restart(self._settings())
+            return self.blocks(0)
+        return begun
 
-    def _changed_source(self, last: Commit) -> str:
-        """Compares the last range that was read with what is there now."""
-        source = self.sources[last.source]
-        ranges = [r for r in last.ranges if r["source"] == source.path]
-        if source.path == STDIN or not source.size or not ranges:
-            return ""
-        found, begin, options = RangeHash(), Position(ranges[-1]["begin"]), self.options
-        for block in blocks(source, begin, options.json_keys, options.max_document_bytes):
-            if block.begin.offset >= last.offset:
-                break
-            found.add(source.path, block)
-        return "" if found.take() == ranges[-1:] else f"{source.path} has changed"
+    def _compared(self, manifest: Manifest) -> tuple[str, Iterator[Block]]:
+        """How the text that was read differs from what is there now, and the rest of the source that was read last."""
+        last, expected = manifest.last, manifest.ranges()
+        begun: Iterator[Block] = iter(())
+        for number in range(len(self.sources) if last.done else last.source + 1):
+            begun = self.blocks(number)
+            try:
+                first = next(begun, None)
+                if first is None:
+                    continue
+                if not expected:
+                    return _changed(self.sources[number].path), begun
+                begun = itertools.chain([first], begun)
+                ranges = expected.pop(0)
+                ends = last.done or number < last.source
+                if not holds(begun, ranges) or (ends and next(begun, None) is not None):
+                    return _changed(ranges[0]["source"]), begun
+            except TextError as error:
+                return f"{_changed(self.sources[number].path)} ({error})", begun
+        return (_changed(expected[0][0]["source"]) if expected else ""), begun
+
+    def blocks(self, number: int) -> Iterator[Block]:
+        """The blocks of a source."""
+        options = self.options
+        yield from blocks(self.sources[number], Position(), options.json_keys, options.max_document_bytes)
 
     def _lost_file(self, last: Commit) -> str:
         for name, (prefix, dtype) in self._spooled.items():
@@ -239,6 +273,10 @@ class _Run:
         writer.commit([], done=True)
 
 
+def _changed(path: str) -> str:
+    return f"{'standard input' if path == STDIN else path} has changed"
+
+
 class NoDocumentsError(ValueError):
     """There is nothing to write."""
 
@@ -258,8 +296,8 @@ class _Pending:
 class _Reader:
     """Cuts the sources into blocks from a commit on, and says after which to commit: a matter of the input alone."""
 
-    def __init__(self, run: _Run, last: Commit):
-        self._run, self._last = run, last
+    def __init__(self, run: _Run, number: int, begun: Iterator[Block]):
+        self._run, self._first, self._begun = run, number, begun
         self.pending = collections.deque[_Pending]()
         self.ranges = RangeHash()
 
@@ -275,12 +313,9 @@ class _Reader:
             yield block
 
     def _numbered(self) -> Iterator[tuple[int, Block]]:
-        last, options = self._last, self._run.options
-        for number, source in enumerate(self._run.sources):
-            if number >= last.source:
-                begin = Position(last.offset, last.number) if number == last.source else Position()
-                for block in blocks(source, begin, options.json_keys, options.max_document_bytes):
-                    yield number, block
+        for number in range(self._first, len(self._run.sources)):
+            for block in self._begun if number == self._first else self._run.blocks(number):
+                yield number, block
 
 
 class _Writer:

@@ -35,6 +35,11 @@ class Source(NamedTuple):
     size: int
     """Bytes on disk; 0 where that is not known."""
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether it can be read once only: standard input, or a named pipe."""
+        return self.path == STDIN or not os.path.isfile(self.path)
+
 
 class Reader(Protocol):
     """A stream of decompressed bytes."""
@@ -66,9 +71,9 @@ def _suffix(path: str | Path) -> str:
 
 
 def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
-    """The files of `inputs` in order; a folder stands for the text files below it, sorted by path.
+    """The files of `inputs` in order; a folder stands for the text files below it, sorted by path. Links are followed.
 
-    Raises FileNotFoundError, and ValueError for a name, or a content, of no known format.
+    Raises FileNotFoundError, also for a link to nothing, and ValueError for a name, or a content, of no known format.
     """
     found: list[Source] = []
     for given in inputs:
@@ -76,10 +81,12 @@ def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
         if str(given) == STDIN:
             found.append(Source(STDIN, "jsonl", 0))
         elif path.is_dir():
-            files = sorted(p for p in path.rglob("*") if is_text_path(p) and _is_shown(p.relative_to(path)))
+            files = sorted(p for p in _files_below(path) if is_text_path(p))
             if not files:
                 raise ValueError(f"{path} holds no {', '.join(TEXT_SUFFIXES)} files (.gz and .zst may follow)")
-            found += [_source(p) for p in files if p.is_file()]
+            if others := [p for p in files if not p.is_file()]:
+                raise ValueError(f"{others[0]} is no file; a pipe must be named itself, not by its folder")
+            found += map(_source, files)
         elif not path.exists():
             raise FileNotFoundError(f"{path} does not exist")
         else:
@@ -87,8 +94,21 @@ def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
     return found
 
 
-def _is_shown(path: Path) -> bool:
-    return not any(part.startswith(".") for part in path.parts)
+def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+    """What lies in a folder and its folders, linked ones too, save a link to a folder that holds the link."""
+    found = folder.stat()
+    here = found.st_dev, found.st_ino
+    if here in above:
+        return
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(f"{path} is a link to nothing; remove it, or put back {path.readlink()}")
+        if path.is_dir():
+            yield from _files_below(path, above | {here})
+        else:
+            yield path
 
 
 def _source(path: Path) -> Source:
@@ -100,6 +120,10 @@ def _source(path: Path) -> Source:
     head = _head(path)
     if head.startswith(_ZIP):
         raise ValueError(f"{path} is a zip archive; unpack it first")
+    if path.suffix in COMPRESSED_SUFFIXES and len(head) < 4:
+        raise ValueError(
+            f"{path} was cut: {len(head)} bytes are no {path.suffix} file; write it again, or leave it out"
+        )
     kinds: dict[str, Format] = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
     kind: Format = "parquet" if head.startswith(_PARQUET) else kinds[_suffix(path)]
     if kind == "parquet" and not head.startswith(_PARQUET):
@@ -210,9 +234,9 @@ class ZstdReader:
 
 
 def parquet_rows(source: Source, columns: Sequence[str], first: int = 0) -> Iterator[tuple[Any, ...]]:
-    """The values of `columns`, row by row, from row `first` on; a few rows in memory at a time.
+    """The values of `columns`, row by row, from row `first` on, texts as bytes; a few rows in memory at a time.
 
-    Raises TextError for a missing column (naming those that exist) and for a damaged file.
+    Raises TextError for a missing column (naming those that exist) or one that is there twice, and for a damaged file.
     """
     pyarrow = optional_package("pyarrow", f"reading {source.path}")
     parquet = optional_package("pyarrow.parquet", f"reading {source.path}")
@@ -222,18 +246,32 @@ def parquet_rows(source: Source, columns: Sequence[str], first: int = 0) -> Iter
             for column in columns:
                 if column not in names:
                     raise TextError(f"{source.path}: no column {column!r}; columns are {', '.join(map(repr, names))}")
+                if names.count(column) > 1:
+                    raise TextError(
+                        f"{source.path}: {names.count(column)} columns are called {column!r}; rename all but one"
+                    )
             row = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if row + rows > first:
                     for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=list(columns)):
-                        values = [batch.column(batch.schema.get_field_index(c)).to_pylist() for c in columns]
+                        values = [_undecoded(pyarrow, batch.column(c)).to_pylist() for c in columns]
                         yield from list(zip(*values, strict=True))[max(0, first - row) :]
                         row += batch.num_rows
                 else:
                     row += rows
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TextError(f"{source.path}: damaged parquet file: {error}") from error
+
+
+def _undecoded(pyarrow: ModuleType, values: Any) -> Any:
+    """A column of texts as bytes, which may be no UTF-8; another as it is."""
+    types = pyarrow.types
+    if types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if types.is_string(values.type) or types.is_large_string(values.type) or types.is_string_view(values.type):
+        return values.cast(pyarrow.large_binary())
+    return values
 
 
 def total_size(sources: Sequence[Source]) -> int:

@@ -273,6 +273,7 @@ def test_blends_that_mean_nothing(tmp_path: Path) -> None:
         ("0.7 a @9 1 b @5 1 b", r"from steps \[0, 9, 5\]; they must begin at 0 and increase"),
         ((0.5, 30.0, 0.5, "b"), "after weight 0.5 comes 30.0, which is no path"),
         ("-1 a 2 b", "not negative, and not all zero"),
+        ("0.7 it's 0.3 b", r'data\.blend is "0\.7 it\'s 0\.3 b": No closing quotation; put a path'),
     ):
         (problem,) = problems(DataConfig(blend=blend))
         assert re.search(message, problem), problem
@@ -283,6 +284,28 @@ def test_blends_that_mean_nothing(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match=r"bad\.json is not JSON"):
         _build(tmp_path, blend=str(tmp_path / "bad.json"))
+    for name, text, message in (
+        ("b.yaml", "phases: 5", r"b\.yaml holds .*phases is a list of from_step and blend"),
+        ("b.yaml", "phases: [{blend: 1 a}]\nc: 1", r"b\.yaml holds .*with nothing beside"),
+        ("b.yaml", "[{weight: 1}]", r"b\.yaml: {'weight': 1} is not weight and path"),
+        ("b.yaml", "[{weight: 1, path: a, from: 2}]", "is not weight and path"),
+        ("b.yaml", "[[1, null]]", "None is no path"),
+        ("b.yaml", "a: 0.3\nb: 0.4\na: 0.3", r"b\.yaml: 'a' stands twice in a mapping"),
+        ("b.yaml", "phases:\n- blend: {a: 1, a: 2}", "'a' stands twice"),
+        ("b.json", '{"a": 0.3, "b": 0.4, "a": 0.3}', r"b\.json: 'a' stands twice in a mapping"),
+        ("b.yaml", "'0.7 a", r"b\.yaml is not YAML"),
+        ("b.json", '"0.7 \'a"', r"b\.json is .*No closing quotation"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            parse_blend(str(tmp_path / name), ())
+    (tmp_path / "b.yaml").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"b\.yaml is not YAML: 'utf-8'"):
+        parse_blend(str(tmp_path / "b.yaml"), ())
+    (tmp_path / "b.yaml").write_text(
+        "phases:\n- blend: &first {a: 1, b: 2}\n- {from_step: 9, blend: {<<: *first, b: 3}}"
+    )
+    assert [phase.weights for phase in parse_blend(str(tmp_path / "b.yaml"), ()).phases] == [(1, 2), (1, 3)]
 
 
 def _numbers(datasets: Datasets, count: int) -> list[list[int]]:
@@ -357,6 +380,10 @@ def test_problems_are_reported_at_once() -> None:
     ):
         assert sum(part in line for line in found) == 1, part
     assert len(found) == 5
+    for size in (float("inf"), float("nan")):
+        assert problems(DataConfig(remote_cache_gb=size)) == [
+            f"data.remote_cache_gb={size} must be finite; 0 is without end"
+        ]
     with pytest.raises(ValueError, match=r"(?s)seq_len=0.*data.pack='bestfit'"):
         build_datasets(bad, seed=1, num_samples=1)
 

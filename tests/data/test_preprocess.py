@@ -246,6 +246,15 @@ def test_exit_status(tmp_path: Path) -> None:
     assert sorted(p.name for p in out.parent.iterdir()) == made
 
 
+@pytest.mark.parametrize("size", ["inf", "nan", "0"])
+def test_a_document_needs_a_limit(size: str, tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", ["a text"])
+    args = Arguments(
+        input=(str(path),), output_prefix=str(tmp_path / "x"), tokenizer="byte", max_document_mb=float(size)
+    )
+    assert usage_errors(args) == [f"--max-document-mb {float(size)} must be finite and more than 0"]
+
+
 def _children(parent: int) -> list[int]:
     path = Path(f"/proc/{parent}/task/{parent}/children")
     return [int(p) for p in path.read_text().split()] if path.exists() else []

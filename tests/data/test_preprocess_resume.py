@@ -146,6 +146,86 @@ def test_other_settings_or_other_text_do_not_go_on(inputs: list[Path], tmp_path:
     assert _hashes(tmp_path / "x") == _hashes(tmp_path / "whole")
 
 
+def _interrupt_in(number: int, inputs: list[Path], prefix: Path) -> None:
+    """Stops after the first commit inside a source."""
+    seen = 0
+
+    def stop(progress: Progress) -> None:
+        nonlocal seen
+        seen += progress.disk_bytes > sum(p.stat().st_size for p in inputs[:number])
+        if seen > 2 * COMMIT // 4096 + 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(inputs, prefix, progress=stop)
+
+
+@pytest.mark.parametrize("at", [0.01, 0.5, 0.99])
+def test_every_source_that_was_read_is_compared(at: float, inputs: list[Path], tmp_path: Path) -> None:
+    """Another text of the same size, in a file that had been read to its end."""
+    _interrupt_in(2, inputs, tmp_path / "x")
+    text = inputs[0].read_bytes()
+    place = text.find(b"rd ", int(len(text) * at))
+    inputs[0].write_bytes(text[:place] + b"RD" + text[place + 2 :])
+    with pytest.raises(ResumeError, match=r"a\.jsonl has changed since .*--overwrite"):
+        _run(inputs, tmp_path / "x")
+    inputs[0].write_bytes(text)
+    os.utime(inputs[0], (0, 0))
+    notes: list[str] = []
+    _run(inputs, tmp_path / "x", report=notes.append)
+    assert "going on after" in notes[0]
+    _run(inputs, tmp_path / "whole")
+    assert _hashes(tmp_path / "x") == _hashes(tmp_path / "whole")
+
+
+def test_text_that_was_damaged_since_does_not_keep_a_run_from_beginning_again(
+    inputs: list[Path], tmp_path: Path
+) -> None:
+    _interrupt_in(2, inputs, tmp_path / "x")
+    data = inputs[1].read_bytes()
+    inputs[1].write_bytes(data[:-8] + bytes(8))
+    with pytest.raises(ResumeError, match=r"b\.jsonl\.gz has changed \(.*damaged near byte"):
+        _run(inputs, tmp_path / "x")
+    with pytest.raises(TextError, match="damaged near byte"):
+        _run(inputs, tmp_path / "x", overwrite=True)
+
+
+def test_a_run_that_died_while_it_named_its_files_is_compared_too(
+    inputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.data.preprocess.publish", die)
+        with pytest.raises(KeyboardInterrupt):
+            _run(inputs, tmp_path / "x")
+    text = inputs[2].read_bytes()
+    inputs[2].write_bytes(text.replace(b"line 8999", b"line 0000"))
+    with pytest.raises(ResumeError, match=r"c\.txt has changed"):
+        _run(inputs, tmp_path / "x")
+    inputs[2].write_bytes(text)
+    _run(inputs, tmp_path / "x")
+    _run(inputs, tmp_path / "whole")
+    assert _hashes(tmp_path / "x") == _hashes(tmp_path / "whole")
+
+
+def test_inputs_may_be_named_from_elsewhere(
+    inputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _interrupt_in(2, [Path(p.name) for p in inputs], tmp_path / "x")
+    notes: list[str] = []
+    text = inputs[0].read_bytes()
+    inputs[0].write_bytes(text.replace(b"rd", b"RD", 1))
+    monkeypatch.chdir("/")
+    with pytest.raises(ResumeError, match=r"a\.jsonl has changed since"):
+        _run(inputs, tmp_path / "x")
+    inputs[0].write_bytes(text)
+    _run(inputs, tmp_path / "x", report=notes.append)
+    assert "going on after" in notes[0]
+
+
 def test_a_lost_file_is_noticed(inputs: list[Path], tmp_path: Path) -> None:
     _interrupt(inputs, tmp_path / "x")
     (tmp_path / "x.bin.tmp").unlink()

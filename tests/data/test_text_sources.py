@@ -1,16 +1,21 @@
+import contextlib
+import gc
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import TextError, TextOptions, preprocess
+from megalite.data.preprocess import Progress, ResumeError, TextError, TextOptions, preprocess
 from megalite.data.text_blocks import Position, blocks, cut_text
 from megalite.data.text_sources import find_sources
 
@@ -61,6 +66,32 @@ def test_parquet(tmp_path: Path) -> None:
         preprocess([tmp_path / "cut.parquet"], tmp_path / "y", "byte")
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_a_row_of_parquet_that_is_not_utf_8_is_a_broken_row(kind: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="optional package")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="optional package")
+    view = pyarrow.array([b"good", b"b\xffd", None, "wörd".encode()]).view
+    column = view(pyarrow.string())
+    if kind != "string":
+        column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(pyarrow, kind)())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert _documents([tmp_path / "a.parquet"], tmp_path / "x", on_error="skip") == ["good", "wörd"]
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "x.rejected.jsonl").read_text().splitlines()]
+    assert [reason.removeprefix(str(tmp_path)) for reason in reasons] == [
+        "/a.parquet:2: byte 1 is not UTF-8 (invalid start byte)",
+        "/a.parquet:3: column 1 of 1 has no value",
+    ]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="optional package")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="optional package")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(TextError, match=r"a\.parquet: 2 columns are called 'text'; rename"):
+        preprocess([tmp_path / "a.parquet"], tmp_path / "x", "byte")
+
+
 def test_blocks_from_any_block_on_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.text_blocks.BLOCK_BYTES", 1 << 12)
     long = json.dumps({"text": "long " * 5000}).encode() + b"\n"
@@ -107,6 +138,37 @@ def test_a_folder_stands_for_its_files_by_path(tmp_path: Path) -> None:
         find_sources([tmp_path / "empty"])
 
 
+def test_links_in_a_folder_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "b.txt").write_text("far")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("near")
+    (folder / "linked").symlink_to(tmp_path / "far")
+    (folder / "loop").symlink_to(folder)
+    (tmp_path / "far" / "loop").symlink_to(folder)
+    (folder / ".hidden").symlink_to(tmp_path / "far")
+    assert _documents([folder], tmp_path / "x") == ["near", "far"]
+    for name in ("gone.txt", "gone"):
+        (folder / name).symlink_to(tmp_path / "nothing")
+        with pytest.raises(FileNotFoundError, match=rf"in/{name} is a link to nothing; .*/nothing"):
+            find_sources([folder])
+        (folder / name).unlink()
+    os.mkfifo(folder / "pipe.txt")
+    with pytest.raises(ValueError, match=r"in/pipe\.txt is no file; a pipe must be named itself"):
+        find_sources([folder])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("b.jsonl.gz", b""), ("b.jsonl.gz", b"\x1f"), ("e.txt.zst", b"\x28"), ("e.txt.zst", b"\x28\xb5\x2f")],
+)
+def test_a_compressed_file_that_was_cut_to_next_to_nothing(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{name} was cut: {len(data)} bytes are no \.(gz|zst) file"):
+        find_sources([tmp_path])
+
+
 def test_standard_input_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stdin:
         buffer = io.BytesIO(LINES)
@@ -126,6 +188,80 @@ def test_standard_input_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [bytes(s[:-1].astype(np.uint8)).decode() for s in data] == TEXTS
     with pytest.raises(FileExistsError):
         preprocess(["-"], tmp_path / "x", "byte")
+
+
+def _begun_from_stdin(inputs: list[Any], prefix: Path, text: bytes, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """A run that reads `text` and dies after `at` bytes."""
+
+    def stop(progress: Progress) -> None:
+        if progress.totals.bytes_read > at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalite.data.text_blocks.BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(inputs, prefix, "byte", progress=stop, commit_bytes=1 << 14)
+
+
+@pytest.mark.parametrize("change", ["early", "late", "all", "shorter", "none"])
+@pytest.mark.parametrize("after", [False, True], ids=["within", "after"])
+def test_other_standard_input_does_not_go_on(
+    change: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was interrupted while standard input was read, or in the file after it."""
+    text = LINES[:200_000].rpartition(b"\n")[0] + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(text.replace(b"document", b"text"))
+    inputs = ["-", tmp_path / "a.jsonl"]
+    _begun_from_stdin(inputs, tmp_path / "x", text, monkeypatch, at=300_000 if after else 100_000)
+    early, late = text.replace(b"document 3 ", b"document X "), text.replace(b"document 100 ", b"document XYZ ")
+    other = {"early": early, "late": late, "all": text.upper(), "shorter": text[:4000], "none": b""}[change]
+    assert other != text
+    stdin = SimpleNamespace(buffer=io.BytesIO(other))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(ResumeError, match=r"standard input has changed since .*; add --overwrite to begin again"):
+        preprocess(inputs, tmp_path / "x", "byte", commit_bytes=1 << 14)
+    if change == "late":
+        stdin.buffer = io.BytesIO(other)
+        notes: list[str] = []
+        preprocess(inputs, tmp_path / "x", "byte", commit_bytes=1 << 14, overwrite=True, report=notes.append)
+        assert "beginning again" in notes[0]
+        (tmp_path / "b.jsonl").write_bytes(other)
+        preprocess([tmp_path / "b.jsonl", inputs[1]], tmp_path / "y", "byte")
+        assert (tmp_path / "x.bin").read_bytes() == (tmp_path / "y.bin").read_bytes()
+
+
+@pytest.mark.parametrize("word", ["word", "WORD"])
+def test_a_named_pipe_is_compared_and_goes_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.data.text_blocks.BLOCK_BYTES", 1 << 12)
+    pipe = tmp_path / "a.txt"
+    os.mkfifo(pipe)
+    text = "".join(f"{i} word\f" for i in range(4000))
+
+    def write(text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.write_text(text)
+
+    def stop(progress: Progress) -> None:
+        if progress.totals.bytes_read > 20_000:
+            raise KeyboardInterrupt
+
+    def run(text: str, **more: Any) -> None:
+        writer = threading.Thread(target=write, args=(text,))
+        writer.start()
+        try:
+            preprocess([pipe], tmp_path / "x", "byte", commit_bytes=1 << 13, **more)
+        finally:
+            gc.collect()  # closes what an error kept open
+            writer.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(text, progress=stop)
+    if word == "WORD":
+        with pytest.raises(ResumeError, match=r"a\.txt has changed since"):
+            run(text.replace("word", word, 1))
+        return
+    run(text)
+    assert [bytes(s[:-1].astype(np.uint8)).decode() for s in IndexedDataset(tmp_path / "x")] == text.split("\f")[:-1]
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
