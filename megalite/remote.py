@@ -18,8 +18,10 @@ def file_system(url: str) -> tuple[Any, str]:
 
     Raises ImportError, with what to install, for a missing package and ValueError for a protocol that nobody knows.
     """
-    import fsspec  # only those who need it wait for it
-
+    try:
+        import fsspec  # only those who need it wait for it
+    except ImportError as error:
+        raise ImportError(f"{url} needs fsspec: pip install fsspec") from error
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:

@@ -74,7 +74,9 @@ def test_two_ranks_get_the_bits_of_zero_0(
     model: str, precision: str, tokens: str, tmp_path: Path, world: World
 ) -> None:
     for micro_batch_size, stages in ((4, (1,)), (8, (2, 3))):  # per-pass sums differ with several micro-batches
-        config = config_for(model, tokens, tmp_path, precision=precision, micro_batch_size=micro_batch_size)
+        config = config_for(
+            model, tokens, tmp_path, precision=precision, micro_batch_size=micro_batch_size, global_batch_size=16
+        )
         # The norm's squares add up in another order; without clipping it does not touch the weights.
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, clip_grad=0.0))
         expected, losses = _state(world, config, 0)
@@ -102,7 +104,7 @@ def _kept_bytes(mpu: ParallelState, config: Config) -> tuple[int, int, int, int]
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_of_model_state(ranks: int, tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("llama", tokens, tmp_path, precision="bf16")
+    config = config_for("llama", tokens, tmp_path, precision="bf16", global_batch_size=16)
     for zero, (whole, divided) in enumerate([(18, 0), (6, 12), (2, 16), (0, 18)]):
         results = world.run(_kept_bytes, config, layout=ParallelConfig(zero=zero), ranks=ranks)
         for kept, size, elements, num_buckets in results:
@@ -117,7 +119,7 @@ def test_bytes_of_model_state(ranks: int, tokens: str, tmp_path: Path, world: Wo
 
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_bytes_of_model_state_with_replicas(block: int, tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("llama", tokens, tmp_path, precision="bf16", micro_batch_size=1)
+    config = config_for("llama", tokens, tmp_path, precision="bf16", micro_batch_size=1, global_batch_size=16)
     for zero, (whole, divided) in ((1, (6, 12)), (2, (2, 16)), (3, (0, 18))):
         layout = ParallelConfig(zero=zero, zero_shard_size=block)
         for kept, size, elements, _ in world.run(_kept_bytes, config, layout=layout, ranks=4):
@@ -150,7 +152,7 @@ def _sent_in_blocks(mpu: ParallelState, config: Config) -> tuple[int, int, int, 
 
 @pytest.mark.parametrize(("ranks", "block"), [(4, 2), (8, 4)])
 def test_bytes_sent_with_replicas(ranks: int, block: int, tokens: str, tmp_path: Path, world: World) -> None:
-    config, grad, param = config_for("llama", tokens, tmp_path, precision="bf16"), 4, 2
+    config, grad, param = config_for("llama", tokens, tmp_path, precision="bf16", global_batch_size=16), 4, 2
     m = config.train.global_batch_size // config.train.micro_batch_size // ranks
     replicas = ranks // block
     for zero, width in ((1, grad + param), (2, m * grad + param), (3, m * (2 * param + grad))):
@@ -163,7 +165,7 @@ def test_bytes_sent_with_replicas(ranks: int, block: int, tokens: str, tmp_path:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_sent_in_a_step(ranks: int, tokens: str, tmp_path: Path, world: World) -> None:
-    config, grad, param = config_for("llama", tokens, tmp_path, precision="bf16"), 4, 2
+    config, grad, param = config_for("llama", tokens, tmp_path, precision="bf16", global_batch_size=16), 4, 2
     m = config.train.global_batch_size // config.train.micro_batch_size // ranks
     for zero, width in enumerate([2 * grad, grad + param, m * grad + param, m * (2 * param + grad)]):
         for sent, size in world.run(_sent_bytes, config, layout=ParallelConfig(zero=zero), ranks=ranks):
@@ -189,7 +191,7 @@ def _resume(mpu: ParallelState, config: Config, folder: str) -> bool:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_resumed_run_has_the_same_bits(zero: int, tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("tied-llama", tokens, tmp_path, precision="bf16")
+    config = config_for("tied-llama", tokens, tmp_path, precision="bf16", global_batch_size=16)
     assert all(world.run(_resume, config, str(tmp_path / "run"), layout=ParallelConfig(zero=zero), ranks=2))
 
 
@@ -207,7 +209,7 @@ def _pass_on(mpu: ParallelState, config: Config, before: str | None, after: str)
 
 
 def test_a_checkpoint_goes_from_any_stage_to_any_other(tokens: str, tmp_path: Path, world: World) -> None:
-    config = config_for("moe", tokens, tmp_path, precision="bf16")
+    config = config_for("moe", tokens, tmp_path, precision="bf16", global_batch_size=16)
     chain = [(0, None, 2), (3, 2, 4), (1, None, 2), (2, None, 4), (0, None, 4), (1, 2, 4), (3, None, 2), (2, 1, 2)]
     before, expected = None, None
     for number, (zero, block, ranks) in enumerate(chain):

@@ -42,7 +42,7 @@ def _curves(mpu: ParallelState, config: Config) -> list[tuple[list[float], list[
 def test_all_stages_train_alike_in_every_precision(
     precision: Literal["fp32", "bf16", "fp16"], tolerance: float, tokens: str, tmp_path: Path, world: World
 ) -> None:
-    config = config_for("llama", tokens, tmp_path, precision=precision, num_steps=4)
+    config = config_for("llama", tokens, tmp_path, precision=precision, num_steps=4, global_batch_size=16)
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=0.01, initial_loss_scale=1024.0))
     first, *others = world.run(_curves, config, ranks=2, layout=ParallelConfig())[0]
     assert first[0][-1] < first[0][0]

@@ -134,7 +134,8 @@ def test_memory_grows_neither_with_steps_nor_with_micro_batches(tokens: str, tmp
     peaks = []
     for rows in (8, 32):
         config = config_for("llama", tokens, tmp_path, global_batch_size=rows, num_steps=4)
-        config = dataclasses.replace(config, parallel=ParallelConfig(pp=2))
+        data = dataclasses.replace(config.data, prefetch=0)  # what another thread loads would not be seen
+        config = dataclasses.replace(config, parallel=ParallelConfig(pp=2), data=data)
         results = world.run(_memory, config, layout=config.parallel, ranks=2, timeout=120)
         for _, left, graphs in results:
             assert len(set(left)) == 1 and graphs == 0
