@@ -21,16 +21,16 @@ COVER = [
     ("llama", "odd", "cp2"),
     ("llama", "packed-odd", "cp4:ulysses_ring"),
     ("llama", "window-packed", "cp4:ring,from:2=all_gather+pp2"),
-    ("gpt2", "packed-odd", "cp2:all_gather+recompute:full"),
     ("llama", "packed-odd", "cp2:ulysses+tp2+sp"),
     ("llama", "odd", "cp2:all_gather+pp2:zb_v"),
     ("tied-llama", "packed", "cp2+pp2+dp2+mbs1"),
     ("moe-bias", "odd", "cp2:ring+tp2+sp+ep2+recompute:full"),
     ("moe-capacity", "packed-odd", "cp2+etp2+tp2"),
-    ("lfm2", "packed", "cp2+pp2:zb_v+recompute:full"),
     ("lfm2-moe", "packed-odd", "cp4:ring+ep2"),
 ]
 FULL = [
+    ("gpt2", "packed-odd", "cp2:all_gather+recompute:full"),
+    ("lfm2", "packed", "cp2+pp2:zb_v+recompute:full"),
     ("llama", "packed", "cp4:all_gather"),
     ("llama", "causal", "cp4:ulysses"),
     ("moe", "packed-odd", "cp4+ep4+mbs1"),

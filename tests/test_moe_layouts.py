@@ -64,11 +64,11 @@ def test_layout_is_a_deployment_detail(model: str, layout: str, tokens: str, ref
 @pytest.mark.parametrize(
     "parallel",
     [
-        ParallelConfig(ep=2, expert_dispatch="all_gather"),
+        pytest.param(ParallelConfig(ep=2, expert_dispatch="all_gather"), marks=pytest.mark.full),
         ParallelConfig(ep=4, expert_dispatch="hierarchical", expert_node_size=2),
         ParallelConfig(tp=2, ep=2, etp=2, cut_expert_tokens=False),
         ParallelConfig(tp=2, ep=2, etp=2, sequence_parallel=True, expert_dispatch="all_gather"),
-        ParallelConfig(tp=2, ep=2, order="dp-pp-ep-cp-tp"),
+        pytest.param(ParallelConfig(tp=2, ep=2, order="dp-pp-ep-cp-tp"), marks=pytest.mark.full),
     ],
     ids=["all_gather", "hierarchical", "whole_tokens", "all_gather_etp", "order"],
 )

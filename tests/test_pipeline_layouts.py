@@ -174,11 +174,11 @@ def test_what_has_no_plan_is_refused_at_once(layout: str, message: str, tokens: 
     ("layout", "layers_per_stage"),
     [
         ("pp1:zb_v+mbs2", (0, 8)),
-        ("pp1v3:interleaved_zb+mbs4+dp2", None),
+        pytest.param("pp1v3:interleaved_zb+mbs4+dp2", None, marks=pytest.mark.full),
         ("pp1:dualpipe_v+mbs4+tp2", None),
         ("pp3:zb_v+mbs8", None),  # a single micro-batch
         ("pp3:v_min+mbs2+recompute:full", (0, 2, 2, 2, 2, 0)),
-        ("pp3v2:looped_bfs+mbs1", (1, 1, 3, 1, 2, 0)),
+        pytest.param("pp3v2:looped_bfs+mbs1", (1, 1, 3, 1, 2, 0), marks=pytest.mark.full),
         ("pp2:dualpipe+mbs2+recompute:full", (0, 8)),
         ("pp2:v_half+mbs4+dp2+recompute:full", (0, 4, 4, 0)),
     ],

@@ -69,7 +69,14 @@ def _state(world: World, config: Config, zero: int) -> tuple[dict[str, Tensor], 
     return _whole([pieces for pieces, _, _ in results], shapes), results[0][2]
 
 
-@pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("moe", "bf16"), ("llama", "fp16")])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        pytest.param("llama", "bf16", marks=pytest.mark.full),
+        ("moe", "bf16"),
+        pytest.param("llama", "fp16", marks=pytest.mark.full),
+    ],
+)
 def test_two_ranks_get_the_bits_of_zero_0(
     model: str, precision: str, tokens: str, tmp_path: Path, world: World
 ) -> None:

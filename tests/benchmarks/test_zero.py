@@ -22,7 +22,7 @@ PEERS = {0: "DDP", 1: "ZeroRedundancyOptimizer", 2: "FSDP2", 3: "FSDP2"}
 STATE_BYTES = {"megalite": (18, 12, 10, 9), "FSDP2": (16, 16, 8, 8), "DDP": (16,)}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)] + [3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2, 3)] + [1])
 def test_gives_every_contender_of_a_stage(stage: int, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     command = [sys.executable, "benchmarks/zero.py", "--small", "--rounds", "1", "--stages", str(stage)]

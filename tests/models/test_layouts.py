@@ -48,9 +48,7 @@ MODELS = {
 COVER = [
     ("olmo2", "tp2+sp+pp2:zb_h1"),
     ("qwen3", "tp2+pp2:zb_h1+dp2"),
-    ("lfm2", "tp2+sp+pp2:zb_h1"),
     ("lfm2", "tp2+pp2v2:zb_v"),
-    ("qwen3-moe", "tp2+sp+ep2"),
     ("qwen3-moe", "pp2:zb_h1+ep2"),
     ("lfm2-moe", "tp2+sp+ep2+pp2:zb_h1+recompute:full"),
     ("gemma2", "tp2+sp+pp2:zb_h1"),
@@ -58,6 +56,8 @@ COVER = [
     ("gpt_neox", "tp2+sp+pp2v2:zb_v"),
 ]
 FULL = [
+    ("lfm2", "tp2+sp+pp2:zb_h1"),
+    ("qwen3-moe", "tp2+sp+ep2"),
     ("lfm2", "pp2+dp2+mbs1+recompute:full"),
     ("olmo2", "tp4+recompute:full"),
     ("qwen3", "tp2"),

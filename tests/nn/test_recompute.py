@@ -51,7 +51,15 @@ def _config(model: str, tokens: str, folder: Path, recompute: str, stash: bool =
     return config_for(model, tokens, folder, precision="fp32", recompute=recompute, recompute_stash=stash)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama", "moe-gpt2", "moe-bias"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt2",
+        pytest.param("llama", marks=pytest.mark.full),
+        pytest.param("moe-gpt2", marks=pytest.mark.full),
+        "moe-bias",
+    ],
+)
 def test_no_bit_changes(model: str, tokens: str, tmp_path: Path) -> None:
     others = [_config(model, tokens, tmp_path, kind) for kind in KINDS]
     assert not _compare(ParallelState.single(), _config(model, tokens, tmp_path, "none"), others)

@@ -58,8 +58,13 @@ def _adapted(base: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "separate"),
+    [
+        ("llama", True), ("some", False), ("gpt2", True), ("gpt_neox", False),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in (("llama", False), ("gpt2", False), ("moe", True))),
+    ],
+)  # fmt: skip
 def test_adapters_add_what_merging_adds(
     case: str, separate: bool, tokens: str, tmp_path: Path, command: Command
 ) -> None:

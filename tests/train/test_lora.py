@@ -147,7 +147,7 @@ def steps(mpu: ParallelState, config: Config, folder: str, first: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.full), True])
 def test_from_a_full_checkpoint_to_a_merged_one(separate: bool, tokens: str, tmp_path: Path, world: World) -> None:
     base = adapted("llama", tokens, tmp_path, LoRAConfig(), precision="fp64")
     world.run(steps, base, str(tmp_path / "base"), 0, ranks=1)

@@ -67,10 +67,13 @@ def _pairs(models: tuple[str, ...], count: int, seed: int) -> list[tuple[str, st
 
 
 COVER = [
-    ("llama", "tp2+pp2+dp2+zero1", "tp2+dp2+zero3"),
     ("moe-bias", "pp2:zb_v+ep2+zero2", "ep4+etp2+dp4+tp2+zero3"),
 ]
-FULL = [*_pairs(DENSE, 24, seed=1), *_pairs(MOE, 24, seed=2)]
+FULL = [
+    ("llama", "tp2+pp2+dp2+zero1", "tp2+dp2+zero3"),
+    *_pairs(DENSE, 24, seed=1),
+    *_pairs(MOE, 24, seed=2),
+]
 CODES = [
     ("gpt2", "pp2v2:interleaved+dp3+zero3", "tp4+sp+dp2+zero1"),
     ("moe", "ep2+etp2+dp4+zero3", "tp2+cp2:ring+pp2"),

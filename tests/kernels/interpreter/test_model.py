@@ -36,7 +36,10 @@ def steps(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     return numbers, tensors
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "moe", "lfm2"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param("llama", marks=pytest.mark.full), "gpt2", "moe", pytest.param("lfm2", marks=pytest.mark.full)],
+)
 def test_a_training_step_equals_torch(model: str, tmp_path: Path) -> None:
     """In float32; dropout, tied embeddings, label smoothing and z-loss included."""
     tokens = write_tokens(tmp_path / "tokens")
