@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megalite.remote import is_remote
+
 
 def output_file(text: str) -> Path:
     """The type of a command's argument that names a file to write: an error before any work if it cannot be made."""
@@ -33,7 +35,7 @@ def url_problem(output: Path | str) -> str:
 
     (A local folder could be called "s3:", but nobody means it.)
     """
-    return f"{output}: files are written to local disks only; write there and copy them" if "://" in str(output) else ""
+    return f"{output}: files are written to local disks only; write there and copy them" if is_remote(output) else ""
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from megalite.generate.load import LoadError, Precision, Source
 from megalite.layout import parse_layout
 from megalite.models import MODELS
 from megalite.mpu import ParallelConfig, ParallelState
+from megalite.remote import is_remote
 from megalite.train.distributed import start
 from megalite.train.run import world_size
 
@@ -41,7 +42,7 @@ class ModelArguments:
     def model_problems(self) -> list[str]:
         """What is wrong with these arguments, found before any work."""
         found = []
-        if not Path(self.src).exists() and "://" not in self.src:
+        if not Path(self.src).exists() and not is_remote(self.src):
             found.append(
                 f"{self.src} does not exist; it should be a run folder, a checkpoint, or a folder of Hugging Face"
             )

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from megalite.files import replace_text
 from megalite.mpu import ParallelState
+from megalite.remote import is_remote
 from megalite.train.logs import RunLog
 
 logger = logging.getLogger("megalite")
@@ -111,7 +112,7 @@ def _is_row(line: str) -> bool:
 
 def _lies_in(place: str, folder: str) -> bool:
     """Whether a path or URL is below another one."""
-    if "://" in folder or "://" in place:
+    if is_remote(folder) or is_remote(place):
         return place.startswith(folder.rstrip("/") + "/")
     return Path(place).resolve().is_relative_to(Path(folder).resolve())
 

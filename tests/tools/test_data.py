@@ -259,5 +259,5 @@ def test_files_far_away_stay_where_told(tmp_path: Path, text: str, monkeypatch: 
         cache = tmp_path / f"cache{k}"
         assert main([words[0], "memory://tools-data/text", *words[1:], "--cache-dir", str(cache)]) == 0
         assert list(cache.glob("remote/*/whole"))
-    assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "home" / ".cache" / "megalite").exists()
     files.rm("/tools-data", recursive=True)
