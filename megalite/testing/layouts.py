@@ -74,7 +74,7 @@ def prove_layouts(
     wrap_data: WrapData = RaggedMasks,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Iterator[LayoutDifference]:
-    """Runs `num_steps` steps of SGD and of AdamW on one rank, then on each layout, and yields the differences.
+    """Runs `num_steps` steps of AdamW, and one fewer of SGD, on one rank and each layout; yields the differences.
 
     If the config names another rule, that one, too. Everything is float64 with ragged loss masks; gradients are
     compared before clipping. `folder` keeps the references, one for a config: a second proof of the same one finds it
@@ -133,7 +133,7 @@ def _digest(config: Config, num_steps: int, *functions: Callable[..., Any] | Non
 def _steps(
     config: Config, mpu: ParallelState, num_steps: int, wrap_data: WrapData
 ) -> Iterator[tuple[str, Training, dict[str, float]]]:
-    """(label, training after the step, its scalars) for every step of both optimizers."""
+    """(label, training after the step, its scalars) for every step of each optimizer."""
     for optimizer in dict.fromkeys((*OPTIMIZERS[:2], config.optim.name)):
         # The first gradients of all rules are the same ones: to compare the weights that SGD makes of them is enough.
         optim = dataclasses.replace(config.optim, name=optimizer)
@@ -143,7 +143,7 @@ def _steps(
             torch.device("cpu"),
             wrap_data=lambda data: wrap_data(data, config.train.seed),
         )
-        for step in range(num_steps - 1 if optimizer == OPTIMIZERS[0] else num_steps):
+        for step in range(max(1, num_steps - 1) if optimizer == OPTIMIZERS[0] else num_steps):
             result = train_step(training, step)
             loss = result.loss + sum(result.losses_ahead)  # each of them is the same on all layouts
             scalars = {"loss": loss, "grad_norm": result.grad_norm, "tokens": float(result.num_tokens)}
