@@ -82,13 +82,7 @@ class Step:
 
 
 def _floor(case: Case) -> Callable[[], float]:
-    floor = GemmFloor(case.model, seq_len=SEQ_LEN, batch=MICRO_BATCH, dtype=DTYPES[case.precision])
-
-    def measure() -> float:
-        floor.measure()
-        return floor.seconds
-
-    return measure
+    return GemmFloor(case.model, seq_len=SEQ_LEN, batch=MICRO_BATCH, dtype=DTYPES[case.precision]).measure
 
 
 def _megalite(case: Case) -> Callable[[], float]:

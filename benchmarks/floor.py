@@ -2,7 +2,8 @@
 
 No implementation on the same threads can be faster than this floor, so "step / floor" compares across machines.
 Counted are all linear layers and the output head (forward, input gradient, weight gradient) and attention's products
-(forward and backward) at half their square, which is what the causal mask leaves.
+(forward and backward) at half their square, which is what the causal mask leaves. On a CPU without 16-bit products the
+floor of bf16 is that of float32.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megalite.kernels.cpu import set_fp32_gemm
+from megalite.kernels.products import product_dtype
 from megalite.nn.config import ModelConfig
 
 _ONEDNN: Any = torch.backends.mkldnn
@@ -42,7 +44,7 @@ class GemmFloor:
     """Times the products of one micro-batch with torch's present number of threads; more rounds only lower it."""
 
     def __init__(self, model: ModelConfig, *, seq_len: int, batch: int, dtype: torch.dtype):
-        tokens = seq_len * batch
+        tokens, dtype = seq_len * batch, product_dtype(torch.empty(1, dtype=dtype))
         self.products = [
             product
             for name, inputs, outputs, count in _linears(model)
@@ -54,15 +56,22 @@ class GemmFloor:
                 if set_fp32_gemm("auto").startswith("onednn"):
                     self._precisions.append("bf16")
 
-    def measure(self) -> None:
-        """Times every way of every product once."""
+    def measure(self) -> float:
+        """Times every way of every product once; returns the floor of one micro-batch by these times alone.
+
+        Like the time of a whole step, that is never made of several moments at which a shared machine was quiet.
+        """
+        now = [float("inf")] * len(self.products)
         for precision in self._precisions:
             with _fp32_precision(precision):
-                for product in self.products:
+                for number, product in enumerate(self.products):
                     for way in product.ways:
                         begin = time.perf_counter()
                         way()
-                        product.seconds = min(product.seconds, time.perf_counter() - begin)
+                        now[number] = min(now[number], time.perf_counter() - begin)
+        for product, seconds in zip(self.products, now, strict=True):
+            product.seconds = min(product.seconds, seconds)
+        return sum(product.count * seconds for product, seconds in zip(self.products, now, strict=True))
 
     @property
     def seconds(self) -> float:

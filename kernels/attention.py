@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_mask, product, same_width
 from .dropout import feature_hash
+from .products import product_dtype
 from .rope import apply_rope
 from .saved import Saved, size_of
 from .saved import wide as wide_type
@@ -114,7 +115,7 @@ def block_forward(
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide)
     for chunk in _all_chunks(q, k):
         q_rows, k_rows = (_turned(x, chunk, rope).to(wide) for x in (q, k))
-        out_rows, lse_rows = _chunk_forward(q_rows, k_rows, chunk.rows(v, v.dtype), scale, chunk, dropout)
+        out_rows, lse_rows = _chunk_forward(q_rows, k_rows, chunk.rows(v, product_dtype(v)), scale, chunk, dropout)
         chunk.store(out_rows, out)
         chunk.store(lse_rows, lse)
     return out, lse.squeeze(-1)
@@ -133,10 +134,10 @@ def block_backward(
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from dout, given what `block_forward` returned; written into `grads` where given."""
-    dtype, wide = q.dtype, lse.dtype
+    dtype, wide = product_dtype(q), lse.dtype
     grads = grads if grads is not None else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     for chunk in _all_chunks(q, k):
-        q_rows, k_rows = (_turned(x, chunk, rope) for x in (q, k))
+        q_rows, k_rows = (_turned(x, chunk, rope).to(dtype) for x in (q, k))
         do_rows = chunk.rows(dout, wide)
         delta = (do_rows * chunk.rows(out, wide)).sum(-1, keepdim=True)
         dq_rows, dk_rows, dv_rows = _chunk_backward(

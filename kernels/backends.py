@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-_HALF = (torch.float16, torch.bfloat16)
+from .products import HALF, has_instructions
+
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_WINS_TO = 1024  # on CPUs with AVX-512, forward and backward: 1.1 to 1.6 times SDPA at 512, level at 2048
 _TRITON_HEAD = 256
@@ -138,7 +139,7 @@ def needs_gpu(traits: Traits) -> str | None:
 
 def half_on_gpu(traits: Traits) -> str | None:
     """On a GPU it computes in 16 bits alone."""
-    if traits.on_gpu and traits.dtype is not None and traits.dtype not in _HALF:
+    if traits.on_gpu and traits.dtype is not None and traits.dtype not in HALF:
         return f"computes in bf16 or fp16 on a GPU, not in {_name(traits.dtype)}"
     return None
 
@@ -252,9 +253,10 @@ def has_flash_attn(traits: Traits) -> str | None:
     return _package_problem("flash_attn.flash_attn_interface", "pip install flash-attn")
 
 
-def block_wins_up_to_a_length(traits: Traits) -> bool:
+def sdpa_wins(traits: Traits) -> bool:
     """Whether torch attention is faster than the block one, which wins on CPUs up to a row length."""
-    return traits.on_gpu or traits.seq_len > _BLOCK_WINS_TO
+    slow = traits.dtype in HALF and not has_instructions(traits.dtype)  # torch's backward then takes ten times longer
+    return traits.on_gpu or (traits.seq_len > _BLOCK_WINS_TO and not slow)
 
 
 def _has_grouped_mm(traits: Traits) -> str | None:

@@ -114,16 +114,3 @@ def fallback_note(config: KernelConfig, *, device: torch.device, dtype: torch.dt
     if config.backend != "auto" or not config.compile or not would or problem is None:
         return None
     return f"kernels.backend=auto uses plain torch on this CPU: torch.compile {problem}"
-
-
-def emulation_note(*, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What the log should say where the CPU has no instructions for the products of a run."""
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in ("DEFAULT", "NO AVX", "AVX2"):
-        return None
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"this CPU has no AVX-512 and multiplies in {name} several times slower than in float32: train.precision=fp32"
-    )

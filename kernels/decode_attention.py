@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .products import product_dtype
+
 
 def decode_attention(
     q: Tensor,
@@ -23,10 +25,12 @@ def decode_attention(
     of one matrix, so that keys are read once and never repeated. hidden: [b, 1, 1, n], -inf for keys that a row does
     not see, 0 for others. sinks: [heads], logits without a value. Returns [1, b, heads, dv]; no gradient is meant.
     """
-    rows = q[0].unflatten(1, (k.shape[1], -1))  # [b, kv_heads, group, d]
+    dtype = product_dtype(q)
+    rows, k, v = q[0].unflatten(1, (k.shape[1], -1)).to(dtype), k.to(dtype), v.to(dtype)  # [b, kv_heads, group, d]
     if not softcap and sinks is None:
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=hidden, scale=scale)
-        return out.flatten(1, 2)[None]
+        mask = None if hidden is None else hidden.to(dtype)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        return out.flatten(1, 2)[None].to(q.dtype)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (rows.to(wide) @ k.to(wide).mT).mul_(scale)
     if softcap:
@@ -37,4 +41,4 @@ def decode_attention(
         column = sinks.to(wide).view(1, rows.shape[1], rows.shape[2], 1).expand(rows.shape[0], -1, -1, -1)
         scores = torch.cat((scores, column), -1)
     probs = scores.softmax(-1)[..., : k.shape[2]]
-    return (probs.to(v.dtype) @ v).flatten(1, 2)[None]
+    return (probs.to(dtype) @ v).flatten(1, 2)[None].to(q.dtype)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.activation import row_chunks
-from megalite.kernels.linear import accumulate_weight_grad
+from .activation import row_chunks
+from .linear import accumulate_weight_grad, input_grad_into, linear_into
 
 GroupedBackend = Literal["loop", "grouped_mm"]
 
@@ -33,10 +33,7 @@ def grouped_linear(
         return out
     out = x.new_empty(x.shape[0], weight.shape[1])
     for expert, rows in _runs(counts):
-        if bias is None:
-            torch.mm(x[rows], weight[expert].t(), out=out[rows])
-        else:
-            torch.addmm(bias[expert], x[rows], weight[expert].t(), out=out[rows])
+        linear_into(out[rows], x[rows], weight[expert], None if bias is None else bias[expert])
     return out
 
 
@@ -48,7 +45,7 @@ def grouped_input_grad(
         return _grouped_mm(dy, weight, counts)
     dx = dy.new_empty(dy.shape[0], weight.shape[2])
     for expert, rows in _runs(counts):
-        torch.mm(dy[rows], weight[expert], out=dx[rows])
+        input_grad_into(dx[rows], dy[rows], weight[expert])
     return dx
 
 

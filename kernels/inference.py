@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .chosen import Kernels
+from .linear import linear
 
 
 def for_inference(kernels: Kernels, device: torch.device) -> Kernels:
@@ -54,7 +55,7 @@ class Matrix:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[.., inputs] -> [.., outputs]."""
         assert self.weight is not None
-        return F.linear(x, self.weight, bias)
+        return linear(x, self.weight, bias)
 
 
 class PackedMatrix(Matrix):

@@ -17,6 +17,7 @@ from torch import Tensor
 from .attention_mask import AttentionMask, Block, Columns, Span, Tile
 from .attention_rows import AttentionDropout, Chunk, chunks, exp_, keep_mask, product
 from .dropout import hash_features
+from .products import product_dtype
 
 
 def masked_forward(
@@ -40,7 +41,7 @@ def masked_forward(
     lse = q.new_full((*q.shape[:3], 1), -math.inf, dtype=wide)
     for chunk, work in _work(q, k, mask):
         q_rows, k_rows = (chunk.rows(x, wide) for x in (q, k))
-        out_rows, lse_rows = work.forward(q_rows, k_rows, chunk.rows(v, v.dtype), scale, softcap, dropout)
+        out_rows, lse_rows = work.forward(q_rows, k_rows, chunk.rows(v, product_dtype(v)), scale, softcap, dropout)
         chunk.store(out_rows, out)
         chunk.store(lse_rows, lse)
     return out, lse.squeeze(-1)
@@ -68,7 +69,7 @@ def masked_backward(
     # A query that sees nothing has no finite shift; its scores are all -inf.
     lse = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
     for chunk, work in _work(q, k, mask):
-        q_rows, k_rows, v_rows = (chunk.rows(x, x.dtype) for x in (q, k, v))
+        q_rows, k_rows, v_rows = (chunk.rows(x, product_dtype(x)) for x in (q, k, v))
         lse_rows, delta_rows = (chunk.rows(x, wide).mT for x in (lse, delta.unsqueeze(-1)))
         rows = work.backward(
             chunk.rows(dout, wide), q_rows, k_rows, v_rows, lse_rows, delta_rows, scale, softcap, dropout

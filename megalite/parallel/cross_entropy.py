@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megalite.axis import Axis
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.cross_entropy import CrossEntropyConfig, ce_grad_, ce_loss, ce_stats, merge_ce_stats
+from megalite.kernels.linear import input_grad_into, linear
 from megalite.parallel.shard import even_cut
 from megalite.parallel.wgrad import WeightGradQueue
 
@@ -127,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights = mask * ctx.lift if ctx.lift != 1.0 else mask
         for begin in range(0, hidden.shape[0], cut.chunk_rows()):
             part = slice(begin, begin + cut.chunk_rows())
-            logits = nn.functional.linear(hidden[part], weight)
+            logits = linear(hidden[part], weight)
             slopes = _cap_(logits, softcap) if softcap else None
             lse, target, total = _merged(kernels.ce_stats(logits, local[part], terms), cut.axis)
             of_rows = ce_loss(lse, target, total, terms)
@@ -141,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if slopes is not None:
                 logits.mul_(slopes.nan_to_num_(0.0))  # a masked row may hold anything; the others keep their NaN
             if dx is not None:
-                torch.mm(logits, weight, out=dx[part])
+                input_grad_into(dx[part], logits, weight)
             if dw is not None:
                 kernels.wgrad(dw, logits, hidden[part])
         ctx.gradients = dx, dw

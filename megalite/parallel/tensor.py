@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megalite.axis import Axis
 from megalite.kernels.inference import Matrix
+from megalite.kernels.linear import input_grad, linear
 from megalite.parallel.collectives import gather_from, leave_parallel, scatter_to
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.random import normal_
@@ -93,7 +94,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_sizes = [bias.shape[0] for bias in parameters[num_weights:]]
         whole = axis.all_gather(x) if enter == "gather" else x
         bias = _fused(parameters[num_weights:]) if ctx.bias_sizes else None
-        return nn.functional.linear(whole, _fused(parameters[:num_weights]), bias)
+        return linear(whole, _fused(parameters[:num_weights]), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,7 +106,7 @@ class _Linear(torch.autograd.Function):
             gathering = axis.start_all_gather(x)
         dx, arriving = None, None
         if ctx.needs_input_grad[0]:
-            dx = dy @ _fused(weights)
+            dx = input_grad(dy, _fused(weights))
             if ctx.enter == "copy":
                 arriving = axis.start_all_reduce(dx)
             elif ctx.enter == "gather":
@@ -150,7 +151,7 @@ def _apply_linear(
     enter = enter if axis.size > 1 else "none"
     if not torch.is_grad_enabled():
         whole = axis.all_gather(x) if enter == "gather" else x
-        return nn.functional.linear(whole, _fused(weights), _fused(biases) if biases else None)
+        return linear(whole, _fused(weights), _fused(biases) if biases else None)
     return _Linear.apply(x, axis, enter, queue, tuple(weights), len(weights), *weights, *biases)
 
 
@@ -417,7 +418,7 @@ class RowParallelLinear(_ParallelLinear):
             dy = self.axis.all_gather(dy)
         if self.weight.requires_grad:
             self.queue.put(_weight_grad_work(self.queue, [self.weight], dy, x, None, None), [self.weight])
-        return dy @ self.weight
+        return input_grad(dy, self.weight)
 
 
 def init_unless_meta(layer: nn.Module) -> None:

@@ -18,8 +18,9 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.data.indexed import FormatError
 from megalite.data.sampler import LoaderError
 from megalite.kernels.backends import Traits
-from megalite.kernels.chosen import emulation_note, fallback_note
+from megalite.kernels.chosen import fallback_note
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.products import describe_products
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
 from megalite.optim.optimizer import NonFiniteGradient
@@ -148,6 +149,8 @@ def choose_kernels(config: Sections, device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         if config.train.precision != "fp64":
             choices["float32 products"] = set_fp32_gemm(section.fp32_gemm)
+        if (how := describe_products(dtype)) is not None:
+            choices[f"{config.train.precision} products"] = how
         choices["malloc"] = "tuned" if section.malloc_tuning and tune_malloc() else "as it is"
     return choices
 
@@ -230,9 +233,8 @@ def _report(config: Sections, training: Training, launch: Launch, choices: dict[
         logger.info("%s", line)
     logger.info("kernels: %s", _by_choice(choices))
     note = fallback_note(config.kernels, device=launch.device, dtype=config.train.dtype, width=config.model.hidden_size)
-    for text in (note, emulation_note(device=launch.device, dtype=config.train.dtype)):
-        if text is not None:
-            logger.info("%s", text)
+    if note is not None:
+        logger.info("%s", note)
     if "compiled" in choices.values():
         logger.info("compiled kernels are made in the first steps and kept on disk; kernels.compile=false avoids it")
     rows = mpu.describe(launch.ranks_per_node)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import attention as module
-from megalite.kernels import attention_rows
+from megalite.kernels import attention_rows, backends
 from megalite.kernels.attention import (
     AttentionDropout,
     attention,
@@ -209,13 +209,16 @@ def test_dropout_statistics() -> None:
         assert abs((a * b).mean()) * math.sqrt(a.numel()) < 4.5
 
 
-def test_resolve() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_resolve(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "has_instructions", lambda dtype: native)
+
     def resolve(choice: AttentionChoice, device: str, dropout: float, seq_len: int = 512) -> str | None:
         traits = Traits(device=torch.device(device), dtype=torch.bfloat16, dropout=dropout, seq_len=seq_len)
         return Kernels(config=KernelConfig(attention=choice)).causal_attention(traits)
 
     assert resolve("auto", "cpu", 0.0) == "block"
-    assert resolve("auto", "cpu", 0.0, 4096) == "sdpa"
+    assert resolve("auto", "cpu", 0.0, 4096) == ("sdpa" if native else "block")
     assert resolve("auto", "cpu", 0.1, 4096) == "block"
     assert resolve("auto", "cuda", 0.1) == "block"
     assert resolve("auto", "cuda", 0.0) == "sdpa"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalite.kernels.backends import Traits
-from megalite.kernels.chosen import Kernels, emulation_note, fallback_note
+from megalite.kernels.chosen import Kernels, fallback_note
 from megalite.kernels.config import KernelConfig
 from megalite.kernels.registry import OPERATIONS, choose, config_problems, option_of, problems, resolve
 
@@ -136,12 +136,3 @@ loaded = [name for name in ("triton", "flash_attn", "apex", "torch._inductor.cod
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_a_cpu_without_instructions_for_bf16_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    note = emulation_note(device=CPU, dtype=torch.bfloat16)
-    assert note is not None and "train.precision=fp32" in note
-    assert emulation_note(device=CPU, dtype=torch.float32) is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert emulation_note(device=CPU, dtype=torch.bfloat16) is None
