@@ -280,6 +280,8 @@ def rows(sizes: Sizes, arguments: argparse.Namespace, console: Console) -> list[
             torch._dynamo.reset()
             with console.status(f"{name}, {threads} threads"):
                 for operation in operations(sizes, DTYPES[name]):
+                    if arguments.operations and operation.name not in arguments.operations:
+                        continue
                     best = measure(operation, arguments.rounds)
                     ours = best[operation.chosen]
                     found.append(
@@ -311,6 +313,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}), help="(default 1 and all cores)")
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help="only these (default all)")
     parser.add_argument("--rounds", type=int, default=10, help="runs of each way (default 10)")
     for name, size in (
         ("tokens", 2048),

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import cross_entropy as torch_cross_entropy
@@ -153,6 +152,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """By torch, in float32 or wider, rounded once: loops of inductor take twice as long, and are less exact."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.sum(0) if dtype == x.dtype else x.sum(0, dtype=wide).to(dtype)
+
+
 def _side_by_side(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Rounded first: inductor writes parts straight to their places, but computes a cast of all of them twice."""
     return torch.cat([part.to(dtype) for part in parts], -1)
@@ -165,11 +170,12 @@ def _rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _rms_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and what adds up to that of the weight."""
     dy, wide = dy.to(rstd.dtype), x.to(rstd.dtype)
     weighted = dy * weight
     along = (weighted * wide).sum(-1, keepdim=True) * (rstd * rstd * rstd * (1.0 / x.shape[-1]))
     dx = weighted * rstd - wide * along
-    return dx.to(x.dtype), (dy * wide * rstd).sum(0).to(weight.dtype)
+    return dx.to(x.dtype), dy * wide * rstd
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -182,8 +188,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = _run(_rms_backward, _rows(grads[0]), _rows(x), weight, rstd)
-        return dx.view(x.shape), dweight, None
+        dx, product = _run(_rms_backward, _rows(grads[0]), _rows(x), weight, rstd)
+        return dx.view(x.shape), _sum_of_rows(product, weight.dtype), None
 
 
 def _layer_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,12 +200,13 @@ def _layer_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple
     return (centred * rstd * weight + bias).to(x.dtype), mean, rstd
 
 
-def _layer_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and what adds up to that of the weight."""
     dy, normed = dy.to(rstd.dtype), (x.to(rstd.dtype) - mean) * rstd
     product, weighted = dy * normed, dy * weight
     along = (product * weight).mean(-1, keepdim=True)
     dx = (weighted - normed * along - weighted.mean(-1, keepdim=True)) * rstd
-    return dx.to(x.dtype), product.sum(0).to(weight.dtype), dy.sum(0)
+    return dx.to(x.dtype), product
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -213,8 +220,9 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = _run(_layer_backward, _rows(grads[0]), _rows(x), weight, mean, rstd)
-        return dx.view(x.shape), dweight, dbias.to(ctx.bias_dtype), None
+        dy = _rows(grads[0])
+        dx, product = _run(_layer_backward, dy, _rows(x), weight, mean, rstd)
+        return dx.view(x.shape), _sum_of_rows(product, weight.dtype), _sum_of_rows(dy, ctx.bias_dtype), None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -272,12 +280,11 @@ def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     return (wide * _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))).to(x.dtype)
 
 
-def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     wide = _wide(x) if bias is None else _wide(x) + bias
     share = _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))
     slope = _GELU * (1.0 + 3.0 * _CUBIC * wide * wide)
-    dx = _wide(dy) * share * (1.0 + wide * (1.0 - share) * slope)
-    return dx.to(x.dtype), None if bias is None else dx.sum(0).to(bias.dtype)
+    return (_wide(dy) * share * (1.0 + wide * (1.0 - share) * slope)).to(x.dtype)
 
 
 class _Gelu(torch.autograd.Function):
@@ -289,16 +296,21 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx, dbias = _run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
-        return dx.view(x.shape), dbias
+        dx = _run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
+        return dx.view(x.shape), None if bias is None else _sum_of_rows(dx, bias.dtype)
 
 
-def _drop(x: Tensor, p: float, key: Tensor, token_index: Tensor, feature_offset: int) -> Tensor:
-    """x [n, h] in float32 or wider, dropped and scaled."""
+def _hash_rows(token_index: Tensor, key: Tensor) -> Tensor:
+    """Code of its own: inside `_drop`, it would be computed anew for each vector of a row."""
+    return row_hash(key, token_index)
+
+
+def _drop(x: Tensor, p: float, hashes: Tensor, feature_offset: int) -> Tensor:
+    """x [n, h] in float32 or wider, dropped and scaled; hashes [n] of its rows."""
     if p >= 1.0:
         return torch.zeros_like(x)
     feature = hash_features(torch.arange(feature_offset, feature_offset + x.shape[-1]))
-    keep = _mix(row_hash(key, token_index)[:, None] + feature) >= keep_threshold(p)
+    keep = _mix(hashes[:, None] + feature) >= keep_threshold(p)
     return torch.where(keep, x * (1.0 / (1.0 - p)), 0.0)
 
 
@@ -310,19 +322,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _drop_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Tensor, index: Tensor, feature_offset: int
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, hashes: Tensor, feature_offset: int
 ) -> Tensor:
-    branch = _drop(_wide(x) if bias is None else _wide(x) + bias, p, key, index, feature_offset)
+    branch = _drop(_wide(x) if bias is None else _wide(x) + bias, p, hashes, feature_offset)
     return (branch if residual is None else residual + branch).to(x.dtype)
 
 
-def _drop_backward(dy: Tensor, p: float, key: Tensor, index: Tensor, feature_offset: int) -> Tensor:
-    return _drop(_wide(dy), p, key, index, feature_offset).to(dy.dtype)
-
-
-def _sum_of_rows(dx: Tensor, dtype: torch.dtype) -> Tensor:
-    """Code of its own: with the mask in one loop, bfloat16 takes 1.5 times as long."""
-    return _wide(dx).sum(0).to(dtype)
+def _drop_backward(dy: Tensor, p: float, hashes: Tensor, feature_offset: int) -> Tensor:
+    return _drop(_wide(dy), p, hashes, feature_offset).to(dy.dtype)
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -340,15 +347,17 @@ class _BiasDropoutAdd(torch.autograd.Function):
         ctx.save_for_backward(bias, key, token_index)
         ctx.p, ctx.feature_offset, ctx.adds = p, feature_offset, residual is not None
         rows = None if residual is None else _rows(residual)
-        y = _run(_drop_add, _rows(x), bias, rows, p, key, token_index.reshape(-1), feature_offset)
+        hashes = _run(_hash_rows, token_index.reshape(-1), key)
+        y = _run(_drop_add, _rows(x), bias, rows, p, hashes, feature_offset)
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, key, index = ctx.saved_tensors
         dy = grads[0]
-        dx = _run(_drop_backward, _rows(dy), ctx.p, key, index.reshape(-1), ctx.feature_offset)
-        dbias = None if bias is None else _run(_sum_of_rows, dx, bias.dtype)
+        hashes = _run(_hash_rows, index.reshape(-1), key)
+        dx = _run(_drop_backward, _rows(dy), ctx.p, hashes, ctx.feature_offset)
+        dbias = None if bias is None else _sum_of_rows(dx, bias.dtype)
         return dx.view(dy.shape), dbias, dy if ctx.adds else None, None, None, None, None
 
 
@@ -374,41 +383,38 @@ def _ce_grad(
     logits.copy_(torch.where(grad[:, None] == 0.0, 0.0, found))
 
 
-def _shifted(u: Tensor, back: int) -> Tensor:
-    """u [s, b, h] moved `back` places down (or up, where negative), with zeros in what becomes free."""
-    free = (0, 0, 0, 0, back, 0) if back > 0 else (0, 0, 0, 0, 0, -back)
-    return F.pad(u[:-back] if back > 0 else u[-back:], free) if back else u
+def _between_zeros(before: int, x: Tensor, after: int) -> Tensor:
+    """x [s, b, h] with zeros around it, written once. F.pad would be a condition in each loop, or make no vectors."""
+    return torch.cat((x.new_zeros(before, *x.shape[1:]), x, x.new_zeros(after, *x.shape[1:])))
 
 
 def _convolve(u: Tensor, taps: Tensor) -> Tensor:
-    z = u * taps[:, -1]
-    for back in range(1, taps.shape[1]):
-        z = z + _shifted(u, back) * taps[:, -1 - back]
+    """u [s + k - 1, b, h] begins with k - 1 rows of zeros."""
+    size = len(u) - taps.shape[1] + 1
+    z = u[:size] * taps[:, 0]
+    for place in range(1, taps.shape[1]):
+        z = z + u[place : place + size] * taps[:, place]
     return z
 
 
 def _conv_forward(bcx: Tensor, weight: Tensor) -> Tensor:
     b, c, x = _wide(bcx).chunk(3, -1)
-    taps, count = _wide(weight), weight.shape[1]
-    # Written once with its zeros: computed for every tap, as in backward, it takes 1.6 times as long.
-    u = F.pad(b * x, (0, 0, 0, 0, count - 1, 0))
-    z = u[: len(x)] * taps[:, 0]
-    for place in range(1, count):
-        z = z + u[place : place + len(x)] * taps[:, place]
-    return (c * z).to(bcx.dtype)
+    return (c * _convolve(_between_zeros(weight.shape[1] - 1, b * x, 0), _wide(weight))).to(bcx.dtype)
 
 
-def _conv_backward(dy: Tensor, bcx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _conv_backward(dy: Tensor, bcx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of bcx; u and dz, zeros before and behind, for that of the taps."""
     b, c, x = _wide(bcx).chunk(3, -1)
-    taps, u, dy = _wide(weight), b * x, _wide(dy)
-    dz = dy * c
-    du = dz * taps[:, -1]
-    dtaps = [(dz * u).sum((0, 1))]
-    for back in range(1, taps.shape[1]):
-        du = du + _shifted(dz, -back) * taps[:, -1 - back]
-        dtaps.insert(0, (dz * _shifted(u, back)).sum((0, 1)))
-    dbcx = _side_by_side((du * x, dy * _convolve(u, taps), du * b), bcx.dtype)
-    return dbcx, torch.stack(dtaps, -1).to(weight.dtype)
+    taps, dy, others = _wide(weight), _wide(dy), weight.shape[1] - 1
+    u, dz = _between_zeros(others, b * x, 0), _between_zeros(0, dy * c, others)
+    du = _convolve(dz, taps.flip(-1))
+    return _side_by_side((du * x, dy * _convolve(u, taps), du * b), bcx.dtype), u, dz
+
+
+def _tap_products(u: Tensor, dz: Tensor, count: int) -> Tensor:
+    """[s, k, h]: what adds up to the gradient of each tap, summed over the batch."""
+    size = len(u) - count + 1
+    return torch.stack([(dz[:size] * u[place : place + size]).sum(1) for place in range(count)], 1)
 
 
 class _ShortConv(torch.autograd.Function):
@@ -420,7 +426,9 @@ class _ShortConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         bcx, weight = ctx.saved_tensors
-        return _run(_conv_backward, grads[0], bcx, weight)
+        dbcx, u, dz = _run(_conv_backward, grads[0], bcx, weight)
+        products = _run(_tap_products, u, dz, weight.shape[1])
+        return dbcx, _sum_of_rows(products, weight.dtype).t().contiguous()
 
 
 def _weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:

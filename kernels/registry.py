@@ -147,7 +147,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
     },
     "short_conv": {
         "triton": triton_backend("short_conv:gated_short_conv"),
-        "compiled": compiled_backend("gated_short_conv", is_bf16),
+        "compiled": compiled_backend("gated_short_conv"),
         "torch": torch_backend("short_conv:gated_short_conv"),
     },
     "wgrad": {
