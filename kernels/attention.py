@@ -2,8 +2,7 @@
 
 `sdpa` is torch's scaled_dot_product_attention. `block` is plain batched matrix products over the blocks on and below
 the diagonal: a GQA group's query heads are folded into rows, so keys and values are never repeated, and no more than
-one block of rows (forward) or columns (backward) of the score matrix exists at a time. Rotary positions are applied to
-those rows, and taken back from their gradients, so that nothing else is copied for them. Only `block` has dropout.
+one block of rows (forward) or columns (backward) of the score matrix exists at a time. Only `block` has dropout.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_rows import AttentionDropout, Chunk, Rope, chunks, exp_, keep_mask, product, same_width
+from .attention_rows import AttentionDropout, Chunk, chunks, exp_, keep_mask, product, same_width
 from .dropout import feature_hash
 from .products import product_dtype
-from .rope import apply_rope
 from .saved import Saved, size_of
 from .saved import wide as wide_type
 
@@ -36,21 +34,18 @@ def attention(
     backend: CausalBackend,
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
-    rope: Rope | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale, causal) v for q [s, b, heads, d], k [s, b, kv_heads, d] and v [s, b, kv_heads, dv].
 
-    Query head i reads key head i // (heads / kv_heads). scale is 1 / sqrt(d) by default. rope turns q and k first, as
-    `apply_rope` does. Returns [s, b, heads, dv]. Scores and statistics are in promote_types(dtype, float32).
+    Query head i reads key head i // (heads / kv_heads). scale is 1 / sqrt(d) by default. Returns
+    [s, b, heads, dv]. Scores and statistics are in promote_types(dtype, float32).
     """
     assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
     scale = scale if scale is not None else 1.0 / math.sqrt(q.shape[-1])
     if backend == "sdpa":
         assert dropout is None or dropout.p == 0.0, "sdpa attention has no stateless dropout"
-        if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         return _sdpa(q, k, v, scale)
-    return _BlockAttention.apply(q, k, v, scale, _active(dropout), rope)
+    return _BlockAttention.apply(q, k, v, scale, _active(dropout))
 
 
 def packed_attention(
@@ -61,7 +56,6 @@ def packed_attention(
     backend: CausalBackend,
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
-    rope: Rope | None = None,
 ) -> Tensor:
     """`attention` of q, k and v that lie side by side in qkv [s, b, (heads + 2 kv_heads) * head_dim].
 
@@ -69,9 +63,9 @@ def packed_attention(
     """
     if backend == "block":
         scale = scale if scale is not None else 1.0 / math.sqrt(head_dim)
-        return _PackedBlockAttention.apply(qkv, head_dim, num_kv_heads, scale, _active(dropout), rope)
+        return _PackedBlockAttention.apply(qkv, head_dim, num_kv_heads, scale, _active(dropout))
     q, k, v = _unpack(qkv, head_dim, num_kv_heads)
-    return attention(q, k, v, backend=backend, scale=scale, dropout=dropout, rope=rope).flatten(2)
+    return attention(q, k, v, backend=backend, scale=scale, dropout=dropout).flatten(2)
 
 
 def attention_saved(
@@ -107,14 +101,13 @@ def block_forward(
     v: Tensor,
     scale: float,
     dropout: AttentionDropout | None = None,
-    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The `block` backend's forward, outside autograd: (out [s, b, heads, dv], log-sum-exp [s, b, heads])."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide)
     for chunk in _all_chunks(q, k):
-        q_rows, k_rows = (_turned(x, chunk, rope).to(wide) for x in (q, k))
+        q_rows, k_rows = (chunk.rows(x, wide) for x in (q, k))
         out_rows, lse_rows = _chunk_forward(q_rows, k_rows, chunk.rows(v, product_dtype(v)), scale, chunk, dropout)
         chunk.store(out_rows, out)
         chunk.store(lse_rows, lse)
@@ -130,14 +123,13 @@ def block_backward(
     lse: Tensor,
     scale: float,
     dropout: AttentionDropout | None = None,
-    rope: Rope | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from dout, given what `block_forward` returned; written into `grads` where given."""
     dtype, wide = product_dtype(q), lse.dtype
     grads = grads if grads is not None else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     for chunk in _all_chunks(q, k):
-        q_rows, k_rows = (_turned(x, chunk, rope).to(dtype) for x in (q, k))
+        q_rows, k_rows = (chunk.rows(x, dtype) for x in (q, k))
         do_rows = chunk.rows(dout, wide)
         delta = (do_rows * chunk.rows(out, wide)).sum(-1, keepdim=True)
         dq_rows, dk_rows, dv_rows = _chunk_backward(
@@ -145,8 +137,6 @@ def block_backward(
             scale, chunk, dropout,
         )  # fmt: skip
         for rows, grad in zip((dq_rows, dk_rows, dv_rows), grads, strict=True):
-            if rope is not None and rows is not dv_rows:
-                rows = chunk.turn_(rows.to(wide), rope, -1)
             chunk.store(rows, grad)
     return grads
 
@@ -154,13 +144,6 @@ def block_backward(
 def _all_chunks(q: Tensor, k: Tensor) -> Iterator[Chunk]:
     s = q.shape[0]
     return chunks(q, k, slice(0, q.shape[1]), min(_BLOCK, s) * s)
-
-
-def _turned(x: Tensor, chunk: Chunk, rope: Rope | None) -> Tensor:
-    """The rows of x in its dtype, turned by their positions."""
-    if rope is None:
-        return chunk.rows(x, x.dtype)
-    return chunk.turn_(chunk.rows(x, rope[0].dtype), rope, 1).to(x.dtype)
 
 
 def _chunk_forward(
@@ -232,18 +215,16 @@ class _BlockAttention(torch.autograd.Function):
     """The `block` backend; saves its inputs, its output and the log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None, rope: Rope | None
-    ) -> Tensor:
-        out, lse = block_forward(q, k, v, scale, dropout, rope)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: AttentionDropout | None) -> Tensor:
+        out, lse = block_forward(q, k, v, scale, dropout)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.dropout, ctx.rope = scale, dropout, rope
+        ctx.scale, ctx.dropout = scale, dropout
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *block_backward(grads[0], q, k, v, out, lse, ctx.scale, ctx.dropout, ctx.rope), None, None, None
+        return *block_backward(grads[0], q, k, v, out, lse, ctx.scale, ctx.dropout), None, None
 
 
 class _PackedBlockAttention(torch.autograd.Function):
@@ -257,11 +238,10 @@ class _PackedBlockAttention(torch.autograd.Function):
         num_kv_heads: int,
         scale: float,
         dropout: AttentionDropout | None,
-        rope: Rope | None,
     ) -> Tensor:
-        out, lse = block_forward(*_unpack(qkv, head_dim, num_kv_heads), scale, dropout, rope)
+        out, lse = block_forward(*_unpack(qkv, head_dim, num_kv_heads), scale, dropout)
         ctx.save_for_backward(qkv, out, lse)
-        ctx.sizes, ctx.scale, ctx.dropout, ctx.rope = (head_dim, num_kv_heads), scale, dropout, rope
+        ctx.sizes, ctx.scale, ctx.dropout = (head_dim, num_kv_heads), scale, dropout
         return out.flatten(2)
 
     @staticmethod
@@ -269,10 +249,10 @@ class _PackedBlockAttention(torch.autograd.Function):
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
         block_backward(
-            grads[0].view(out.shape), *_unpack(qkv, *ctx.sizes), out, lse, ctx.scale, ctx.dropout, ctx.rope,
+            grads[0].view(out.shape), *_unpack(qkv, *ctx.sizes), out, lse, ctx.scale, ctx.dropout,
             _unpack(dqkv, *ctx.sizes),
         )  # fmt: skip
-        return dqkv, None, None, None, None, None
+        return dqkv, None, None, None, None
 
 
 def _unpack(qkv: Tensor, head_dim: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

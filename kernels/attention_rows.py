@@ -10,9 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import keep_threshold, mix_, row_hash
-from .rope import rotate_rows_
-
-Rope = tuple[Tensor, Tensor]  # cos and sin [s, b, r / 2], from `rope_tables`
 
 _CACHED = 1 << 20  # scores that a CPU thread works on at a time; smaller products do not run at full speed
 _LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
@@ -59,12 +56,6 @@ class Chunk:
         """The inverse of `rows`, into x."""
         view = self.view(x)
         view.copy_(rows.view(view.shape))
-
-    def turn_(self, rows: Tensor, rope: Rope, direction: int) -> Tensor:
-        """Turns rows by their positions, or with direction -1 back, in place."""
-        cos, sin = (table[:, self.batch].transpose(0, 1) for table in rope)
-        rotate_rows_(rows.unflatten(0, (cos.shape[0], -1)), cos, direction * sin)
-        return rows
 
 
 def chunks(q: Tensor, k: Tensor, rows: slice, scores: int) -> Iterator[Chunk]:

@@ -50,7 +50,7 @@ class Kernels:
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
     rms_norm_add: Callable[..., tuple[Tensor, Tensor]] = rms_norm_add
     layer_norm_add: Callable[..., tuple[Tensor, Tensor]] = layer_norm_add
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope
+    rope: Callable[..., Tensor] = apply_rope
     swiglu: Callable[[Tensor], Tensor] = swiglu_packed
     gelu: Callable[..., Tensor] = gelu
     dropout: Callable[..., Tensor] = dropout

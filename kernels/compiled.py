@@ -74,9 +74,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, num_turned: int | None = None) -> Tensor:
     """See `rope.apply_rope`."""
-    return _Rope.apply(x, cos, sin)
+    return _Rope.apply(x, cos, sin, x.shape[2] if num_turned is None else num_turned)
 
 
 def swiglu_packed(gate_up: Tensor) -> Tensor:
@@ -225,26 +225,29 @@ class _LayerNorm(torch.autograd.Function):
         return dx.view(x.shape), _sum_of_rows(product, weight.dtype), _sum_of_rows(dy, ctx.bias_dtype), None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, num_turned: int, direction: int) -> Tensor:
     """x [n, heads, d], tables [n, r / 2]."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None] * direction
+    half, whole = cos.shape[-1], x
+    x, cos, sin = x[:, :num_turned], cos[:, None], sin[:, None] * direction
     first, second = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    return _side_by_side(turned if 2 * half == x.shape[-1] else (*turned, x[..., 2 * half :]), x.dtype)
+    out = _side_by_side(turned if 2 * half == x.shape[-1] else (*turned, x[..., 2 * half :]), x.dtype)
+    return out if num_turned == whole.shape[1] else torch.cat((out, whole[:, num_turned:]), 1)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, num_turned: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _run(_rotate, x.flatten(0, 1), _rows(cos), _rows(sin), 1).view(x.shape)
+        ctx.num_turned = num_turned
+        return _run(_rotate, x.flatten(0, 1), _rows(cos), _rows(sin), num_turned, 1).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dy = grads[0]
-        return _run(_rotate, dy.flatten(0, 1), _rows(cos), _rows(sin), -1).view(dy.shape), None, None
+        dx = _run(_rotate, dy.flatten(0, 1), _rows(cos), _rows(sin), ctx.num_turned, -1)
+        return dx.view(dy.shape), None, None, None
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -99,8 +99,10 @@ class Turn:
         self._tables: tuple[Tensor, Tensor] | None = None
         self._whole: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [s, b, heads, d] turned by tables [s, b, r / 2], r <= d."""
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, num_turned: int | None = None) -> Tensor:
+        """x [s, b, heads, d] turned by tables [s, b, r / 2], r <= d, but for heads from num_turned on."""
+        if num_turned is not None and num_turned < x.shape[2]:
+            return torch.cat((self(x[:, :, :num_turned], cos, sin), x[:, :, num_turned:]), 2)
         if self._whole is None or self._tables is None or self._tables[0] is not cos or self._tables[1] is not sin:
             self._tables = (cos, sin)
             self._whole = torch.cat((cos, cos), -1).unsqueeze(2), torch.cat((-sin, sin), -1).unsqueeze(2)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+Rope = tuple[Tensor, Tensor]  # cos and sin [s, b, r / 2], from `rope_tables`
 RopeKind = Literal["none", "linear", "ntk", "yarn", "llama3"]
 
 
@@ -105,54 +106,47 @@ def rope_tables(
     return cos, sin
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, num_turned: int | None = None, *, interleaved: bool = False
+) -> Tensor:
     """Rotates each pair (x[i], x[i + r/2]) of x [s, b, heads, d] by its angle; tables [s, b, r/2], r <= d.
 
-    `interleaved`: pairs are (x[2i], x[2i + 1]). Features from r on pass through. The result has x's dtype and is
-    contiguous.
+    `interleaved`: pairs are (x[2i], x[2i + 1]). Features from r on pass through, and heads from num_turned on (those
+    of values, in a packed product). The result has x's dtype and is contiguous.
     """
-    return _Rope.apply(x, cos, sin) if not interleaved else _rope_interleaved(x, cos, sin)
+    turned = x.shape[2] if num_turned is None else num_turned
+    return _Rope.apply(x, cos, sin, turned) if not interleaved else _rope_interleaved(x, cos, sin, turned)
 
 
-def _rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor, num_turned: int) -> Tensor:
     """Pairs are taken apart, rotated as halves, and put together again."""
     r = 2 * cos.shape[-1]
-    turned = _Rope.apply(x[..., :r].unflatten(-1, (-1, 2)).mT.flatten(-2), cos, sin)
+    turned = _Rope.apply(x[..., :r].unflatten(-1, (-1, 2)).mT.flatten(-2), cos, sin, num_turned)
     return torch.cat((turned.unflatten(-1, (2, -1)).mT.flatten(-2), x[..., r:]), -1)
-
-
-def rotate_rows_(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`apply_rope` in place, outside autograd, on rows [b, n, s * group, d] with tables [b, s, r/2] of their dtype.
-
-    Row i has position i // group. A negated sin turns back.
-    """
-    group, half = rows.shape[2] // cos.shape[1], cos.shape[-1]
-    # Whole tables, repeated for the group: loops over one head are too short to run fast.
-    cos = torch.cat((cos, cos), -1).repeat_interleave(group, 1).unsqueeze(1)
-    sin = torch.cat((-sin, sin), -1).repeat_interleave(group, 1).unsqueeze(1)
-    swapped = torch.cat((rows[..., half : 2 * half], rows[..., :half]), -1)
-    rows[..., : 2 * half].mul_(cos).addcmul_(swapped, sin)
 
 
 class _Rope(torch.autograd.Function):
     """A rotation (times a factor, if the tables have one); its gradient is the rotation back (times the same)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, num_turned: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
+        ctx.num_turned = num_turned
+        return _rotate(x, cos, sin, num_turned, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1), None, None
+        return _rotate(grads[0], cos, sin, ctx.num_turned, -1), None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, num_turned: int, direction: int) -> Tensor:
     # Products over whole heads: the inner loops over halves of a head are too short to run fast.
-    half = cos.shape[-1]
+    half, whole = cos.shape[-1], x
+    x = x[:, :, :num_turned]
     cos = torch.cat((cos, cos), -1).unsqueeze(2)
     sin = torch.cat((-direction * sin, direction * sin), -1).unsqueeze(2)
     wide = x[..., : 2 * half].to(cos.dtype)
     out = torch.cat((wide[..., half:], wide[..., :half]), -1).mul_(sin).add_(wide * cos).to(x.dtype)
-    return out if x.shape[-1] == 2 * half else torch.cat((out, x[..., 2 * half :]), -1)
+    out = out if x.shape[-1] == 2 * half else torch.cat((out, x[..., 2 * half :]), -1)
+    return out if num_turned == whole.shape[2] else torch.cat((out, whole[:, :, num_turned:]), 2)

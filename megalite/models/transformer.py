@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.batch import MicroBatch
-from megalite.kernels.attention_rows import Rope
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key, dropout_saved
-from megalite.kernels.rope import rope_tables
+from megalite.kernels.rope import Rope, rope_tables
 from megalite.kernels.saved import Saved, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention

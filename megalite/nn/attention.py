@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from megalite.axis import Axis
 from megalite.kernels.attention import CausalBackend, attention, packed_attention
 from megalite.kernels.attention_kernel import AttentionKernel, attend
-from megalite.kernels.attention_rows import AttentionDropout, Rope
+from megalite.kernels.attention_rows import AttentionDropout
 from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.dropout import dropout_key
 from megalite.kernels.norm import rms_norm_saved
 from megalite.kernels.registry import problems
+from megalite.kernels.rope import Rope
 from megalite.kernels.saved import Saved, beside, chain, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
@@ -106,12 +107,10 @@ class ParallelAttention(nn.Module):
     def _attend(self, qkv: Tensor, context: Context) -> Tensor:
         """[s, b, (heads + 2 kv_heads) * d] -> [s, b, heads * d]."""
         dropout = self._dropout(context, qkv.device)
-        if (backend := self._whole_backend(context, qkv.device)) is not None:
-            return self._mix(qkv, backend, dropout, self.rope(context))
+        if (backend := self._whole_backend(context, qkv)) is not None:
+            return self._mix(qkv, backend, dropout, context)
         q, k, v = self.heads(qkv)
-        if (rope := self.rope(context)) is not None:
-            q, k = self.kernels.rope(q, *rope), self.kernels.rope(k, *rope)
-        return self._attend_rows(q, k, v, dropout, context).flatten(2)
+        return self._attend_rows(self._turn(q, context), self._turn(k, context), v, dropout, context).flatten(2)
 
     def _dropout(self, context: Context, device: torch.device) -> AttentionDropout | None:
         if not (context.training and self.dropout > 0.0):
@@ -121,17 +120,23 @@ class ParallelAttention(nn.Module):
             p=self.dropout, key=key, token_index=context.batch.token_index, head_offset=self.first_head
         )
 
-    def _whole_backend(self, context: Context, device: torch.device) -> CausalBackend | None:
+    def _whole_backend(self, context: Context, like: Tensor) -> CausalBackend | None:
         """`_causal_backend` where rows are whole here, new, and one document each."""
         if context.cut.axis.size > 1 or context.batch.documents is not None or context.cache is not None:
             return None
-        return self._causal_backend(device, self.dropout if context.training else 0.0, context.batch.seq_len)
+        dropout = self.dropout if context.training else 0.0
+        return self._causal_backend(like.device, like.dtype, dropout, context.batch.seq_len)
 
     def rope(self, context: Context) -> Rope | None:
         """The rotary tables of this layer, if it has any."""
         if not self.turns:
             return None
         return context.local_rope if self.has_own_rope else context.rope
+
+    def _turn(self, x: Tensor, context: Context, num_turned: int | None = None) -> Tensor:
+        """x [s, b, heads, d] by its positions, but for heads from num_turned on."""
+        rope = self.rope(context)
+        return x if rope is None else self.kernels.rope(x, *rope, num_turned)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [s, b, heads, d], k and v [s, b, kv_heads, d], before rotary positions."""
@@ -171,16 +176,18 @@ class ParallelAttention(nn.Module):
             return self.across(q, k, v, context.cut, kernel, window=self.window, dropout=dropout, sinks=sinks)
         return attend(q, k, v, context.mask(self.window), kernel, dropout=dropout, sinks=sinks)
 
-    def _causal_backend(self, device: torch.device, dropout: float, seq_len: int) -> CausalBackend | None:
+    def _causal_backend(
+        self, device: torch.device, dtype: torch.dtype, dropout: float, seq_len: int
+    ) -> CausalBackend | None:
         """The backend for whole rows of one document; None where it is more than causal attention."""
         if not self.is_standard or 0 < self.window < seq_len or not self.is_plain:
             return None
-        return self.kernels.causal_attention(Traits(device=device, dropout=dropout, seq_len=seq_len))
+        return self.kernels.causal_attention(Traits(device=device, dtype=dtype, dropout=dropout, seq_len=seq_len))
 
     def describe(self, device: torch.device, dtype: torch.dtype, seq_len: int, *, documents: bool) -> str:
         """What this layer trains with, for the log; `documents`: rows may hold several, or padding."""
         cut = self.across.num_ranks > 1
-        backend = None if cut or documents else self._causal_backend(device, self.dropout, seq_len)
+        backend = None if cut or documents else self._causal_backend(device, dtype, self.dropout, seq_len)
         found: str = backend or self.kernel(torch.empty(0, device=device, dtype=dtype), self.dropout).name
         window = f" in a window of {self.window}" if self.window else ""
         return found + window + (f" by {self.across.mode}" if cut else "")
@@ -196,9 +203,9 @@ class ParallelAttention(nn.Module):
     def _attention_saved(self, shape: BatchShape) -> Saved:
         backend = None
         if self.across.num_ranks == 1 and not shape.has_documents:
-            backend = self._causal_backend(shape.device, self.dropout, shape.seq_len)
-        # The block backend turns its rows as it goes; what the others get was turned before, and is kept so.
-        remade = shape.rotary and self.turns and backend != "block"
+            backend = self._causal_backend(shape.device, shape.dtype, self.dropout, shape.seq_len)
+        # Whole rows are turned in one piece; heads one by one, beside the values' that keep q, k and v as they enter.
+        remade = shape.rotary and self.turns and backend is None
         heads = self._heads_saved(shape)
         if heads.output:
             remade = True
@@ -213,17 +220,14 @@ class ParallelAttention(nn.Module):
         """What `heads` keeps of q, k and v side by side; output: of q and k, if it makes them anew."""
         return Saved()
 
-    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
+    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, context: Context) -> Tensor:
         """Causal attention within rows that are whole here and one document each."""
+        heads = qkv.unflatten(-1, (-1, self.head_size))
+        turned = self._turn(heads, context, heads.shape[2] - self.num_kv_heads)
         return packed_attention(
-            qkv,
-            head_dim=self.head_size,
-            num_kv_heads=self.num_kv_heads,
-            backend=backend,
-            scale=self.scale,
-            dropout=dropout,
-            rope=rope,
-        )
+            turned.flatten(2), head_dim=self.head_size, num_kv_heads=self.num_kv_heads, backend=backend,
+            scale=self.scale, dropout=dropout,
+        )  # fmt: skip
 
 
 class BiasedAttention(ParallelAttention):
@@ -299,9 +303,10 @@ class QKNormAttention(ParallelAttention):
         q, k, v = super().heads(qkv)
         return self.q_norm(q), self.k_norm(k), v
 
-    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
+    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, context: Context) -> Tensor:
         q, k, v = self.heads(qkv)
-        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
+        q, k = self._turn(q, context), self._turn(k, context)
+        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout).flatten(2)
 
     def _heads_saved(self, shape: BatchShape) -> Saved:
         """The heads before their norms are views of q, k and v as they enter, which are kept whole."""

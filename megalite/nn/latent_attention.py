@@ -97,21 +97,19 @@ class LatentAttention(ParallelAttention):
         assert self.q_up is not None and self.q_norm is not None and latent is not None
         return self.q_up(self.q_norm(latent))
 
-    def _turn(self, x: Tensor, context: Context) -> Tensor:
+    def _turn(self, x: Tensor, context: Context, num_turned: int | None = None) -> Tensor:
         """x [s, b, heads, rope] by its positions; neighbours that are turned together are first put half a head apart.
 
         Scores do not know the order of features, as long as it is that of queries and keys.
         """
-        if (rope := self.rope(context)) is None:
-            return x
-        if self.interleaved:
+        if self.interleaved and self.rope(context) is not None:
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        return self.kernels.rope(x, *rope)
+        return super()._turn(x, context, num_turned)
 
     def _mix_heads(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[s, b, heads, value_size]."""
         dropout = self._dropout(context, q.device)
-        if (backend := self._whole_backend(context, q.device)) is not None:
+        if (backend := self._whole_backend(context, q)) is not None:
             return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout)
         return self._attend_rows(q, k, v, dropout, context)
 
@@ -138,7 +136,7 @@ class LatentAttention(ParallelAttention):
     def _attention_saved(self, shape: BatchShape) -> Saved:
         key, value, backend = self.head_size, self.value_size, None
         if self.across.num_ranks == 1 and not shape.has_documents:
-            backend = self._causal_backend(shape.device, self.dropout, shape.seq_len)
+            backend = self._causal_backend(shape.device, shape.dtype, self.dropout, shape.seq_len)
         is_cut = backend == "sdpa" and key > value
         if backend == "sdpa":
             key = value = max(key, value)

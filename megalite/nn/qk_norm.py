@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from megalite.axis import Axis
 from megalite.kernels.attention import CausalBackend, attention
-from megalite.kernels.attention_rows import AttentionDropout, Rope
+from megalite.kernels.attention_rows import AttentionDropout
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.saved import Saved, size_of, wide
 from megalite.mpu import ParallelState
 from megalite.nn.attention import ParallelAttention
 from megalite.nn.config import ModelConfig
+from megalite.nn.context import Context
 from megalite.nn.saved import BatchShape
 from megalite.parallel.shard import Shard, ShardedModule, set_shard, shard_of
 from megalite.parallel.tensor import FusedColumnParallelLinear
@@ -36,9 +37,10 @@ class WholeQKNormAttention(ParallelAttention):
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (self.q_norm(q), self.k_norm(k), v))
         return q, k, v
 
-    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, rope: Rope | None) -> Tensor:
+    def _mix(self, qkv: Tensor, backend: CausalBackend, dropout: AttentionDropout | None, context: Context) -> Tensor:
         q, k, v = self.heads(qkv)
-        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout, rope=rope).flatten(2)
+        q, k = self._turn(q, context), self._turn(k, context)
+        return attention(q, k, v, backend=backend, scale=self.scale, dropout=dropout).flatten(2)
 
     def _heads_saved(self, shape: BatchShape) -> Saved:
         """q, k and v as they enter, one number of each norm a token, and the normed ones."""

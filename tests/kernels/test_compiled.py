@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Any, Sequence[tuple[int, ...]]]] =
     "gelu with bias": (lambda m, x, b: m.gelu(x, b), activation, [(11, 3, 21), (21,)]),
     "rope": (lambda m, x: m.apply_rope(x, *(t.to(_table(x)) for t in tables(12))), rope, [(11, 3, 4, 12)]),
     "partial rope": (lambda m, x: m.apply_rope(x, *(t.to(_table(x)) for t in tables(6))), rope, [(11, 3, 4, 10)]),
+    "rope of 3 heads": (lambda m, x: m.apply_rope(x, *(t.to(_table(x)) for t in tables(6)), 3), rope, [(11, 3, 4, 6)]),
     "dropout": (lambda m, x: m.dropout(x, 0.4, KEY, INDEX, 3), dropout, [(11, 3, 32)]),
     "odd dropout": (lambda m, x: m.dropout(x, 0.4, KEY, INDEX, 3), dropout, [(11, 3, 21)]),
     "bias_dropout_add": (bias_dropout_add, dropout, [(11, 3, 32), (32,), (11, 3, 32)]),

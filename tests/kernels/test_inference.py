@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[[Kernels], Tensor]] = {
     "gelu": lambda kernels: kernels.gelu(X, B),
     "rope": lambda kernels: kernels.rope(X.view(3, 2, 2, 6), *TABLES[0]),
     "rope of part of a head": lambda kernels: kernels.rope(X.view(3, 2, 1, 12), *TABLES[1]),
+    "rope of some heads": lambda kernels: kernels.rope(X.view(3, 2, 2, 6), *TABLES[0], 1),
     "rope again": lambda kernels: kernels.rope(X.view(3, 2, 1, 12), *TABLES[1]),
 }
 

@@ -39,6 +39,16 @@ def test_angle_of_each_position() -> None:
             assert sin[0, column, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_heads_that_pass_through(interleaved: bool) -> None:
+    cos, sin = tables(7, 2, 6)
+    x = torch.randn(7, 2, 5, 9, dtype=torch.float64, requires_grad=True)
+    y = apply_rope(x, cos, sin, 3, interleaved=interleaved)
+    assert torch.equal(y[:, :, :3], apply_rope(x[:, :, :3], cos, sin, interleaved=interleaved))
+    assert torch.equal(y[:, :, 3:], x[:, :, 3:]) and y.is_contiguous()
+    assert torch.autograd.gradcheck(lambda t: apply_rope(t, cos, sin, 3, interleaved=interleaved), (x,))
+
+
 def test_gradient_rotates_back_and_tail_passes() -> None:
     torch.manual_seed(0)
     cos, sin = tables(7, 2, 6)

@@ -15,7 +15,7 @@ from megalite.kernels.attention_kernel import BlockKernel, attend
 from megalite.kernels.attention_mask import AttentionMask, first_seen
 from megalite.kernels.dropout import bias_dropout_add, dropout, dropout_key, dropout_saved
 from megalite.kernels.norm import layer_norm, layer_norm_saved, rms_norm, rms_norm_saved
-from megalite.kernels.rope import rope_tables
+from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.kernels.saved import Saved, beside, chain, region_saved
 from megalite.kernels.short_conv import gated_short_conv, gated_short_conv_saved
 
@@ -73,12 +73,16 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, turned: bool, 
     wide = torch.promote_types(dtype, torch.float32)
     rope = rope_tables(torch.arange(s)[:, None].expand(s, b), d, 1e4, wide) if turned else None
     kept = bytes_kept(
-        lambda: packed_attention(qkv, head_dim=d, num_kv_heads=kv_heads, backend=backend, rope=rope),  # pyright: ignore
+        lambda: packed_attention(
+            qkv if rope is None else apply_rope(qkv.unflatten(-1, (-1, d)), *rope, heads + kv_heads).flatten(2),
+            head_dim=d,
+            num_kv_heads=kv_heads,
+            backend=backend,  # pyright: ignore
+        ),
         rope or (),
     )
     declared = attention_saved(
-        s * b, num_heads=heads, num_kv_heads=kv_heads, head_dim=d, dtype=dtype, remade=turned and backend == "sdpa",
-        dropout=False,
+        s * b, num_heads=heads, num_kv_heads=kv_heads, head_dim=d, dtype=dtype, remade=False, dropout=False,
     )  # fmt: skip
     assert kept == declared.total
 

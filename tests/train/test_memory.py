@@ -93,8 +93,8 @@ def test_a_llama_layer_keeps_the_closed_form() -> None:
     config = _preset("llama3_8b", "--parallel.pp", "1")
     (rank,) = predict(config, 4, device=CUDA)
     h, f, kv, heads, s = 4096, 14336, 2 * 1024, 32, 8192
-    # norm and linear inputs, q k v and their turned copies, output; gate, up, product: bf16. Statistics: float32.
-    layer = 2 * (4 * h + (h + kv) + (h + kv // 2) + h + 3 * f) // 4 + 4 * (heads // 4 + 2 // 4)
+    # norm and linear inputs, q k v turned in one piece, output; gate, up, product: bf16. Statistics: float32.
+    layer = 2 * (4 * h + (h + kv) + h + 3 * f) // 4 + 4 * (heads // 4 + 2 // 4)
     (stage,) = rank.stages
     expected = 32 * s * layer + 32 * s * 2 * 4 // 4
     ends = 2 * s * 4096 // 4 + 4 * s // 4 + s * 9 + 2 * s * 64 * 4

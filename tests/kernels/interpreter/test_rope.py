@@ -70,6 +70,21 @@ def test_a_slice_of_fused_projections_and_float64(interleaved: bool) -> None:
             torch.testing.assert_close(back, x, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("num_turned", [0, 5, 8])
+def test_heads_that_pass_through(num_turned: int, interleaved: bool) -> None:
+    """Bit by bit, infinities too, there and back; the others do not see it."""
+    x, dout = (torch.randn(6, 2, 8, 12).bfloat16() for _ in range(2))
+    x[0, 0, -1], x[1, 1, -1, 3] = torch.inf, torch.nan
+    x, (cos, sin) = guarded(x), tables((6, 2), 10)
+    with canaries():
+        out, dx = forward_backward(lambda x: apply_rope(x, cos, sin, num_turned, interleaved=interleaved), [x], [dout])
+    whole, whole_dx = forward_backward(lambda x: apply_rope(x, cos, sin, interleaved=interleaved), [x], [dout])
+    for mine, turned, passed in ((out, whole, x), (dx, whole_dx, dout)):
+        torch.testing.assert_close(mine[:, :, :num_turned], turned[:, :, :num_turned], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(mine[:, :, num_turned:], passed[:, :, num_turned:], rtol=0, atol=0, equal_nan=True)
+
+
 def test_gradcheck() -> None:
     x, (cos, sin) = torch.randn(1, 1, 1, 6, dtype=torch.float64, requires_grad=True), tables((1, 1), 4, torch.float64)
     for interleaved in (False, True):
@@ -91,5 +106,5 @@ def test_traffic_is_the_minimum() -> None:
 def test_opcheck() -> None:
     ops: Any = torch.ops.megalite
     x, (cos, sin) = torch.randn(3, 2, 2, 8, requires_grad=True), tables((3, 2), 6)
-    torch.library.opcheck(ops.rope.default, (x, cos, sin, False, False))
-    torch.library.opcheck(ops.rope.default, (x, cos, sin, True, False))
+    torch.library.opcheck(ops.rope.default, (x, cos, sin, 2, False, False))
+    torch.library.opcheck(ops.rope.default, (x, cos, sin, 1, True, False))
