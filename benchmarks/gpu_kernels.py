@@ -240,13 +240,15 @@ def _rope(size: Size, device: str) -> Iterator[Operation]:
 
     positions = torch.arange(size.tokens, device=device).unsqueeze(1)
     cos, sin = rope.rope_tables(positions, size.head_dim, 500000.0)
-    for heads in (size.heads, size.kv_heads):
+    packed = size.heads + 2 * size.kv_heads  # as layers call it; values pass through
+    for heads, num_turned in ((size.heads, size.heads), (packed, size.heads + size.kv_heads)):
         x = _random(size.tokens, 1, heads, size.head_dim, device=device)
         least = 4 * x.numel() + 4 * (cos.numel() + sin.numel())
         yield Operation(
             name=f"rope {size.tokens} x {heads} x {size.head_dim}", inputs=[x],
             forward_bytes=least, backward_bytes=least,
-            ours=lambda x: apply_rope(x, cos, sin), eager=lambda x: rope.apply_rope(x, cos, sin),
+            ours=partial(apply_rope, cos=cos, sin=sin, num_turned=num_turned),
+            eager=partial(rope.apply_rope, cos=cos, sin=sin, num_turned=num_turned),
         )  # fmt: skip
 
 

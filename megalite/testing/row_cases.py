@@ -127,10 +127,13 @@ def _optimizer_cases(rows: int) -> list[KernelCase]:
 def _attention_cases(rows: int) -> list[KernelCase]:
     tables = [torch.zeros(rows, 1, 64) for _ in range(2)]
     partial = [torch.zeros(rows, 1, 16) for _ in range(2)]
-    queries, keys = (torch.zeros(rows, 1, n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (32, 8))
+    queries, keys, packed = (
+        torch.zeros(rows, 1, n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (32, 8, 48)
+    )
     cases = [
         _case("rope 32x128", rope.apply_rope, [queries, *tables]),
         _case("rope 8x128", rope.apply_rope, [keys, *tables]),
+        _case("rope_packed 48x128", rope.apply_rope, [packed, *tables], num_turned=40),
         _case("rope_interleaved 32x128", rope.apply_rope, [queries, *tables], interleaved=True),
         _case("rope_partial 32x128", rope.apply_rope, [queries, *partial]),
     ]
