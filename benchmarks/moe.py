@@ -32,6 +32,7 @@ from megalite.files import output_file, replace_json
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import GroupedChoice, KernelConfig
 from megalite.kernels.cpu import set_fp32_gemm, tune_malloc
+from megalite.kernels.products import product_dtype
 from megalite.mpu import ParallelState
 from megalite.nn.config import ModelConfig
 from megalite.nn.context import Context
@@ -224,15 +225,16 @@ class ExpertFloor(GemmFloor):
     """The products of the router and of all experts' runs of tokens, whole by each way of doing them."""
 
     def __init__(self, layer: Layer):
+        dtype = product_dtype(layer.x)
         self._precisions = ["ieee"]
-        if layer.x.dtype == torch.float32 and set_fp32_gemm("auto").startswith("onednn"):
+        if dtype == torch.float32 and set_fp32_gemm("auto").startswith("onednn"):
             self._precisions.append("bf16")
         chosen = (layer.x.float() @ layer.router.float().t()).topk(layer.top_k).indices
         self.counts = chosen.flatten().bincount(minlength=layer.fc1.shape[0]).tolist()
         self.products = [
-            *_products("router", layer.router[None], [layer.x.shape[0]]),
-            *_products("fc1", layer.fc1, self.counts),
-            *_products("fc2", layer.fc2, self.counts),
+            *_products("router", layer.router[None].to(dtype), [layer.x.shape[0]]),
+            *_products("fc1", layer.fc1.to(dtype), self.counts),
+            *_products("fc2", layer.fc2.to(dtype), self.counts),
         ]
 
 

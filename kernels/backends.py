@@ -254,8 +254,11 @@ def has_flash_attn(traits: Traits) -> str | None:
 
 
 def sdpa_wins(traits: Traits) -> bool:
-    """Whether torch attention is faster than the block one, which wins on CPUs up to a row length."""
-    slow = traits.dtype in HALF and not has_instructions(traits.dtype)  # torch's backward then takes ten times longer
+    """Whether torch attention is faster than the block one, which wins on CPUs up to a row length.
+
+    Without 16-bit products it wins for any: torch's backward takes ten times as long there.
+    """
+    slow = traits.dtype in HALF and not has_instructions(traits.dtype)
     return traits.on_gpu or (traits.seq_len > _BLOCK_WINS_TO and not slow)
 
 
@@ -293,7 +296,10 @@ def grouped_backends(name: str) -> dict[str, Backend]:
     }
 
 
-SDPA_SUPPORTS: tuple[Check, ...] = (no_dropout, _no_softcap, _no_window, half_on_gpu)
+CAUSAL_SDPA_SUPPORTS: tuple[Check, ...] = (no_dropout, _no_softcap, _no_window)
+"""torch's own choice among its kernels, one of which takes any dtype."""
+SDPA_SUPPORTS: tuple[Check, ...] = (*CAUSAL_SDPA_SUPPORTS, half_on_gpu)
+"""The flash kernels alone."""
 
 
 def torch_backend(path: str) -> Backend:

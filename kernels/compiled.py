@@ -283,11 +283,13 @@ def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     return (wide * _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))).to(x.dtype)
 
 
-def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, and what adds up to that of the bias."""
     wide = _wide(x) if bias is None else _wide(x) + bias
     share = _sigmoid(_GELU * (wide + _CUBIC * wide * wide * wide))
     slope = _GELU * (1.0 + 3.0 * _CUBIC * wide * wide)
-    return (_wide(dy) * share * (1.0 + wide * (1.0 - share) * slope)).to(x.dtype)
+    dx = _wide(dy) * share * (1.0 + wide * (1.0 - share) * slope)
+    return dx.to(x.dtype), None if bias is None else dx
 
 
 class _Gelu(torch.autograd.Function):
@@ -299,8 +301,8 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx = _run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
-        return dx.view(x.shape), None if bias is None else _sum_of_rows(dx, bias.dtype)
+        dx, wide = _run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
+        return dx.view(x.shape), None if bias is None else _sum_of_rows(wide, bias.dtype)
 
 
 def _hash_rows(token_index: Tensor, key: Tensor) -> Tensor:

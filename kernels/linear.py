@@ -14,6 +14,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = linear_dtype(x)
     if dtype == x.dtype:
         return F.linear(x, weight, bias)
+    assert weight.dtype == x.dtype
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
 
 
@@ -29,13 +30,14 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 def input_grad(dy: Tensor, weight: Tensor) -> Tensor:
     """dy weight for dy [..., out] and weight [out, in]: the gradient of `linear`'s input."""
-    dtype = linear_dtype(dy)
+    dtype = product_dtype(dy)
+    assert weight.dtype == dy.dtype
     return dy.matmul(weight) if dtype == dy.dtype else dy.to(dtype).matmul(weight.to(dtype)).to(dy.dtype)
 
 
 def input_grad_into(out: Tensor, dy: Tensor, weight: Tensor) -> None:
     """`input_grad` of dy [n, out], written to out [n, in]."""
-    if linear_dtype(dy) == dy.dtype:
+    if product_dtype(dy) == dy.dtype:
         torch.mm(dy, weight, out=out)
     else:
         out.copy_(input_grad(dy, weight))
@@ -48,6 +50,7 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     leaves it in float32, as on a CPU that multiplies in float32 anyhow; on others it is rounded to x's dtype before it
     is added.
     """
+    assert dy.dtype == x.dtype
     dtype = product_dtype(x)
     dy, x = (part.reshape(-1, part.shape[-1]).to(dtype) for part in (dy, x))
     if main_grad.dtype == dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-_FEW_ROWS = 16  # torch's loops over matrix times vector are fast, and to bring a matrix to float32 takes as long
+_FEW_ROWS = 8  # torch's loops over x W^T are fast then, and to bring a matrix to float32 takes as long
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -22,7 +22,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
-    """`product_dtype` for products of x [.., n] with matrices, which are not worth converting for a few rows."""
+    """`product_dtype` for x W^T of x [.., n], where W is not worth converting for a few rows; for dy W it is."""
     return product_dtype(x) if x.numel() >= _FEW_ROWS * x.shape[-1] else x.dtype
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .backends import (
+    CAUSAL_SDPA_SUPPORTS,
     SDPA_SUPPORTS,
     Backend,
     Traits,
@@ -218,7 +219,7 @@ OPERATIONS: Mapping[str, Mapping[str, Backend]] = {
         "sdpa": Backend(
             path="attention:attention",
             bound={"backend": "sdpa"},
-            supports=SDPA_SUPPORTS,
+            supports=CAUSAL_SDPA_SUPPORTS,
             wins=sdpa_wins,
         ),
         "block": Backend(path="attention:attention", bound={"backend": "block"}),

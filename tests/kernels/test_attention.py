@@ -21,6 +21,7 @@ from megalite.kernels.backends import Traits
 from megalite.kernels.chosen import Kernels
 from megalite.kernels.config import AttentionChoice, KernelConfig
 from megalite.kernels.dropout import dropout_key
+from megalite.kernels.rope import apply_rope, rope_tables
 
 # s, b, heads, kv_heads, d: GQA ratios, odd lengths and sizes, blocks that divide and that do not.
 SHAPES = [(1, 2, 4, 2, 8), (17, 3, 6, 2, 5), (16, 1, 4, 4, 8), (50, 2, 8, 1, 3), (33, 1, 3, 3, 1), (7, 0, 2, 1, 4)]
@@ -91,15 +92,20 @@ def test_slices_of_one_projection() -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "block"])
-def test_packed(backend: module.CausalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks hold a part of the heads."""
+@pytest.mark.parametrize("rotary_dim", [4, 6], ids=lambda r: f"rotary{r}of6")
+def test_packed_and_turned_in_one_piece(
+    backend: module.CausalBackend, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions differ between batch rows, and chunks hold a part of the heads."""
     monkeypatch.setattr(attention_rows, "_CACHED", 1)
     torch.manual_seed(0)
     qkv = torch.randn(37, 3, (8 + 2 * 4) * 6, dtype=torch.float64, requires_grad=True)
     dout = torch.randn(37, 3, 8 * 6, dtype=torch.float64)
+    rope = rope_tables(torch.randint(0, 50, (37, 3)), rotary_dim, 100.0, torch.float64)
     q, k, v = (t.view(37, 3, -1, 6) for t in qkv.split([48, 24, 24], -1))
-    want = outputs(reference(q, k, v, 0.4)[0].flatten(2), [qkv], dout)
-    ours = packed_attention(qkv, head_dim=6, num_kv_heads=4, backend=backend, scale=0.4)
+    want = outputs(reference(apply_rope(q, *rope), apply_rope(k, *rope), v, 0.4)[0].flatten(2), [qkv], dout)
+    turned = apply_rope(qkv.unflatten(-1, (-1, 6)), *rope, 12).flatten(2)
+    ours = packed_attention(turned, head_dim=6, num_kv_heads=4, backend=backend, scale=0.4)
     for got, expected in zip(outputs(ours, [qkv], dout), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
@@ -208,15 +214,18 @@ def test_dropout_statistics() -> None:
 def test_resolve(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "has_instructions", lambda dtype: native)
 
-    def resolve(choice: AttentionChoice, device: str, dropout: float, seq_len: int = 512) -> str | None:
-        traits = Traits(device=torch.device(device), dtype=torch.bfloat16, dropout=dropout, seq_len=seq_len)
+    def resolve(
+        choice: AttentionChoice, device: str, dropout: float, seq_len: int = 512, dtype: torch.dtype = torch.bfloat16
+    ) -> str | None:
+        traits = Traits(device=torch.device(device), dtype=dtype, dropout=dropout, seq_len=seq_len)
         return Kernels(config=KernelConfig(attention=choice)).causal_attention(traits)
 
     assert resolve("auto", "cpu", 0.0) == "block"
     assert resolve("auto", "cpu", 0.0, 4096) == ("sdpa" if native else "block")
     assert resolve("auto", "cpu", 0.1, 4096) == "block"
     assert resolve("auto", "cuda", 0.1) == "block"
-    assert resolve("auto", "cuda", 0.0) == "sdpa"
+    assert resolve("auto", "cpu", 0.0, 4096, torch.float32) == "sdpa"
+    assert resolve("auto", "cuda", 0.0) == resolve("auto", "cuda", 0.0, dtype=torch.float32) == "sdpa"
     assert resolve("sdpa", "cpu", 0.0) == "sdpa"
     assert resolve("block", "cuda", 0.0) == "block"
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import grouped, linear, products
 from megalite.kernels.attention import block_backward, block_forward
@@ -59,6 +60,27 @@ def test_linear_and_its_gradients(dtype: torch.dtype, tokens: int) -> None:
         _check(run, x, dy, weight, bias, dtype=dtype)
     else:
         assert (run(x, dy, weight, bias)[-1] == 1.0).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_an_input_gradient_of_a_few_rows_is_made_in_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There torch's loops are slow for a single row, too."""
+    made: list[torch.dtype] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+                made.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: False)
+    dy, weight = _random(1, OUTPUTS, dtype=dtype), _random(OUTPUTS, INPUTS, dtype=dtype)
+    with Watch():
+        linear.input_grad(dy, weight)
+        linear.input_grad_into(torch.empty(1, INPUTS, dtype=dtype), dy, weight)
+    assert made == [torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", HALF)

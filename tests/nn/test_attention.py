@@ -76,8 +76,8 @@ def single(cls: type[ParallelAttention], config: ModelConfig, **options: Any) ->
     return module
 
 
-def call(module: nn.Module, x: Tensor, documents: Tensor | None = None) -> Tensor:
-    y, bias = module(x, context(documents, size=S if documents is None else len(documents)))
+def call(module: nn.Module, x: Tensor, documents: Tensor | None = None, size: int = S) -> Tensor:
+    y, bias = module(x, context(documents, size=size if documents is None else len(documents)))
     return y if bias is None else y + bias
 
 
@@ -156,12 +156,12 @@ KINDS: dict[str, tuple[type[ParallelAttention], ModelConfig]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_is_every_cut(kind: str, world: World) -> None:
+@pytest.mark.parametrize(("kind", "documents"), [*((kind, True) for kind in KINDS), ("plain", False)])
+def test_one_rank_is_every_cut(kind: str, documents: bool, world: World) -> None:
     """Outputs and gradients, and that each element of a gradient is owned, so counted in the norm, once."""
-    with_documents = partial(call, documents=packed(24))
+    run = partial(call, documents=packed(24)) if documents else partial(call, size=24)
     check_parallel_module(
-        partial(build, *KINDS[kind]), inputs=[values(24, B, H)], layouts=LAYOUTS, call=with_documents, world=world
+        partial(build, *KINDS[kind]), inputs=[values(24, B, H)], layouts=LAYOUTS, call=run, world=world
     )
 
 
