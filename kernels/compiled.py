@@ -1,18 +1,13 @@
 """The fused operations as torch.compile makes them for a CPU: the signatures, and up to rounding the values, of torch.
 
 Forward and backward are plain functions of matrices, compiled apart: what is saved, and what is computed again, is
-decided here and not by a partitioner. The number of rows is a variable of the compiled code; widths and dtypes are
-constants. The code is kept on disk by torch (TORCHINDUCTOR_CACHE_DIR), and the log tells what had to be made.
+decided here and not by a partitioner.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import time
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,47 +16,14 @@ from torch import Tensor
 from . import cross_entropy as torch_cross_entropy
 from . import dropout as torch_dropout
 from . import short_conv as torch_short_conv
+from .compile_rows import run
 from .cross_entropy import CrossEntropyConfig
 from .dropout import hash_features, keep_threshold, row_hash
 from .short_conv import Reach
 
-logger = logging.getLogger("megalite")
-
 _LANES = 16
 _LOG2_E = 1.4426950408889634  # powers of 2 are faster than powers of e
 _GELU, _CUBIC = 2.0 * math.sqrt(2.0 / math.pi), 0.044715  # (1 + tanh(u)) / 2 is the logistic function of 2 u
-
-
-def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) by code made for the widths and dtypes of these tensors, with any number of rows (dim 0)."""
-    kinds = tuple((x.dtype, x.shape[1:]) if isinstance(x, Tensor) else x for x in args)
-    return _code(function, kinds, torch.get_num_threads())(*args)
-
-
-@functools.cache
-def _code(function: Callable[..., Any], kinds: tuple[object, ...], threads: int) -> Callable[..., Any]:
-    """Code of its own for each kind: torch.compile keeps what it makes, and counts it, by code object."""
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return _Announced(torch.compile(own, fullgraph=True), function.__name__)
-
-
-class _Announced:
-    """A compiled function whose first call is reported."""
-
-    def __init__(self, run: Callable[..., Any], name: str):
-        self._run, self._name, self._is_made = run, name.strip("_"), False
-
-    def __call__(self, *args: Any) -> Any:
-        if self._is_made:
-            return self._run(*args)
-        begin = time.perf_counter()
-        for x in args:
-            if isinstance(x, Tensor) and x.ndim and x.shape[0] > 1:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        made, self._is_made = self._run(*args), True
-        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - begin)
-        return made
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,7 +71,7 @@ def ce_stats(logits: Tensor, targets: Tensor, config: CrossEntropyConfig) -> Ten
     """See `cross_entropy.ce_stats`."""
     if logits.numel() == 0 or not _is_safe(logits):
         return torch_cross_entropy.ce_stats(logits, targets, config)
-    return _run(_ce_stats, logits, targets, config.smoothing > 0.0)
+    return run(_ce_stats, logits, targets, config.smoothing > 0.0)
 
 
 def ce_grad_(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, config: CrossEntropyConfig) -> Tensor:
@@ -117,7 +79,7 @@ def ce_grad_(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, config:
     if logits.numel() == 0 or not _is_safe(logits):
         return torch_cross_entropy.ce_grad_(logits, targets, lse, grad, config)
     grad = grad.to(lse.dtype)
-    _run(_ce_grad, logits, targets, lse, grad, config.smoothing, config.smoothing / config.vocab_size, config.z_loss)
+    run(_ce_grad, logits, targets, lse, grad, config.smoothing, config.smoothing / config.vocab_size, config.z_loss)
     return logits
 
 
@@ -130,12 +92,12 @@ def gated_short_conv(bcx: Tensor, weight: Tensor, reach: Reach | None = None) ->
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
     """See `grouped.weighted_swiglu`."""
-    return _run(_weighted_swiglu, gate_up, probs)
+    return run(_weighted_swiglu, gate_up, probs)
 
 
 def weighted_swiglu_backward(dout: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `grouped.weighted_swiglu_backward`."""
-    return _run(_weighted_swiglu_backward, dout, gate_up, probs)
+    return run(_weighted_swiglu_backward, dout, gate_up, probs)
 
 
 def _is_safe(x: Tensor) -> bool:
@@ -181,14 +143,14 @@ def _rms_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _run(_rms_forward, _rows(x), weight, eps)
+        y, rstd = run(_rms_forward, _rows(x), weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, product = _run(_rms_backward, _rows(grads[0]), _rows(x), weight, rstd)
+        dx, product = run(_rms_backward, _rows(grads[0]), _rows(x), weight, rstd)
         return dx.view(x.shape), _sum_of_rows(product, weight.dtype), None
 
 
@@ -212,7 +174,7 @@ def _layer_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: T
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y, mean, rstd = _run(_layer_forward, _rows(x), weight, bias, eps)
+        y, mean, rstd = run(_layer_forward, _rows(x), weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = bias.dtype
         return y.view(x.shape)
@@ -221,7 +183,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         dy = _rows(grads[0])
-        dx, product = _run(_layer_backward, dy, _rows(x), weight, mean, rstd)
+        dx, product = run(_layer_backward, dy, _rows(x), weight, mean, rstd)
         return dx.view(x.shape), _sum_of_rows(product, weight.dtype), _sum_of_rows(dy, ctx.bias_dtype), None
 
 
@@ -240,13 +202,13 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, num_turned: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.num_turned = num_turned
-        return _run(_rotate, x.flatten(0, 1), _rows(cos), _rows(sin), num_turned, 1).view(x.shape)
+        return run(_rotate, x.flatten(0, 1), _rows(cos), _rows(sin), num_turned, 1).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dy = grads[0]
-        dx = _run(_rotate, dy.flatten(0, 1), _rows(cos), _rows(sin), ctx.num_turned, -1)
+        dx = run(_rotate, dy.flatten(0, 1), _rows(cos), _rows(sin), ctx.num_turned, -1)
         return dx.view(dy.shape), None, None, None
 
 
@@ -270,12 +232,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _run(_swiglu, _rows(gate_up)).view(*gate_up.shape[:-1], -1)
+        return run(_swiglu, _rows(gate_up)).view(*gate_up.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        return _run(_swiglu_backward, _rows(grads[0]), _rows(gate_up)).view(gate_up.shape)
+        return run(_swiglu_backward, _rows(grads[0]), _rows(gate_up)).view(gate_up.shape)
 
 
 def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -296,12 +258,12 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, bias)
-        return _run(_gelu, _rows(x), bias).view(x.shape)
+        return run(_gelu, _rows(x), bias).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx, wide = _run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
+        dx, wide = run(_gelu_backward, _rows(grads[0]), _rows(x), bias)
         return dx.view(x.shape), None if bias is None else _sum_of_rows(wide, bias.dtype)
 
 
@@ -352,16 +314,16 @@ class _BiasDropoutAdd(torch.autograd.Function):
         ctx.save_for_backward(bias, key, token_index)
         ctx.p, ctx.feature_offset, ctx.adds = p, feature_offset, residual is not None
         rows = None if residual is None else _rows(residual)
-        hashes = _run(_hash_rows, token_index.reshape(-1), key)
-        y = _run(_drop_add, _rows(x), bias, rows, p, hashes, feature_offset)
+        hashes = run(_hash_rows, token_index.reshape(-1), key)
+        y = run(_drop_add, _rows(x), bias, rows, p, hashes, feature_offset)
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, key, index = ctx.saved_tensors
         dy = grads[0]
-        hashes = _run(_hash_rows, index.reshape(-1), key)
-        dx = _run(_drop_backward, _rows(dy), ctx.p, hashes, ctx.feature_offset)
+        hashes = run(_hash_rows, index.reshape(-1), key)
+        dx = run(_drop_backward, _rows(dy), ctx.p, hashes, ctx.feature_offset)
         dbias = None if bias is None else _sum_of_rows(dx, bias.dtype)
         return dx.view(dy.shape), dbias, dy if ctx.adds else None, None, None, None, None
 
@@ -394,7 +356,7 @@ def _between_zeros(before: int, x: Tensor, after: int) -> Tensor:
 
 
 def _convolve(u: Tensor, taps: Tensor) -> Tensor:
-    """u [s + k - 1, b, h] begins with k - 1 rows of zeros."""
+    """[s, b, h] of u [s + k - 1, b, h], which has k - 1 rows of zeros at one end."""
     size = len(u) - taps.shape[1] + 1
     z = u[:size] * taps[:, 0]
     for place in range(1, taps.shape[1]):
@@ -426,13 +388,13 @@ class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bcx: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(bcx, weight)
-        return _run(_conv_forward, bcx, weight)
+        return run(_conv_forward, bcx, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         bcx, weight = ctx.saved_tensors
-        dbcx, u, dz = _run(_conv_backward, grads[0], bcx, weight)
-        products = _run(_tap_products, u, dz, weight.shape[1])
+        dbcx, u, dz = run(_conv_backward, grads[0], bcx, weight)
+        products = run(_tap_products, u, dz, weight.shape[1])
         return dbcx, _sum_of_rows(products, weight.dtype).t().contiguous()
 
 
