@@ -254,9 +254,9 @@ def has_flash_attn(traits: Traits) -> str | None:
 
 
 def sdpa_wins(traits: Traits) -> bool:
-    """Whether torch attention is faster than the block one, which wins on CPUs up to a row length.
+    """Whether torch attention is faster than `block`, which wins on CPUs up to a row length.
 
-    Without 16-bit products it wins for any: torch's backward takes ten times as long there.
+    Without 16-bit products `block` wins at any length: torch's backward takes ten times as long there.
     """
     slow = traits.dtype in HALF and not has_instructions(traits.dtype)
     return traits.on_gpu or (traits.seq_len > _BLOCK_WINS_TO and not slow)
